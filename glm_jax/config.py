@@ -1,0 +1,460 @@
+"""The model's numbers, read from a published `config.json`.
+
+`ModelConfig` is frozen and split by concern. An absent key takes its GLM-5.2
+value (`num_nextn_predict_layers`: 0); a key that is present and contradicts
+another key, or asks for something this code does not implement, raises one
+`ValueError` that names the value and the remedy. Sources: spec/model.md
+sections 1.1 (values), 1.2 (pattern), 1.4 (`head_dim` is never read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+FULL = 'full'
+SHARED = 'shared'
+DENSE = 'dense'
+SPARSE = 'sparse'
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaConfig:
+  """Multi-head latent attention (spec/model.md section 2.6)."""
+
+  num_heads: int = 64
+  q_lora_rank: int = 2048
+  kv_lora_rank: int = 512  # R: width of the cached latent
+  qk_nope_head_dim: int = 192
+  qk_rope_head_dim: int = 64  # P: width of the cached rotary key
+  v_head_dim: int = 256
+  # Trainer and engines use rms_norm_eps; transformers leaves 1e-6 here.
+  latent_norm_eps: float = 1e-5
+
+  @property
+  def row_dim(self) -> int:
+    """Features of one cached row: latent, then rotary key."""
+    return self.kv_lora_rank + self.qk_rope_head_dim
+
+  @property
+  def scale(self) -> float:
+    """Softmax scale: from the head's own width, never the latent's."""
+    return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+  """Lightning indexer of the full layers (spec/model.md section 2.1)."""
+
+  num_heads: int = 32
+  head_dim: int = 128
+  topk: int = 2048
+  # Fixed by every trainer and engine; not a key of config.json.
+  key_norm_eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+  """Routed and shared experts (spec/model.md section 1.1)."""
+
+  num_experts: int = 256
+  experts_per_token: int = 8
+  num_shared_experts: int = 1
+  intermediate_size: int = 2048
+  routed_scaling_factor: float = 2.5
+  norm_topk_prob: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpConfig:
+  """The drafter: checkpoint layer N (spec/model.md section 4)."""
+
+  num_layers: int = 0
+  share_index_and_kv: bool = True
+  # Set by the loader where a checkpoint has shared_head.head; else tied.
+  own_head: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Everything that shapes the model.
+
+  Attributes:
+    indexer_types: one of 'full' or 'shared' a trunk layer.
+    mlp_types: one of 'dense' or 'sparse' a trunk layer.
+    dtype: the checkpoint's own dtype, 'bfloat16' or 'float32'.
+    weight_block_size: block of an FP8 checkpoint, None for bf16 and f32.
+  """
+
+  vocab_size: int = 154_880
+  hidden_size: int = 6144
+  intermediate_size: int = 12_288
+  indexer_types: tuple[str, ...] = ()
+  mlp_types: tuple[str, ...] = ()
+  mla: MlaConfig = MlaConfig()
+  indexer: IndexerConfig = IndexerConfig()
+  moe: MoeConfig = MoeConfig()
+  mtp: MtpConfig = MtpConfig()
+  rms_norm_eps: float = 1e-5
+  rope_theta: float = 8e6
+  max_position_embeddings: int = 1_048_576
+  tie_word_embeddings: bool = False
+  initializer_range: float = 0.02
+  eos_token_ids: tuple[int, ...] = (154_820, 154_827, 154_829)
+  pad_token_id: int | None = 154_820
+  dtype: str = 'bfloat16'
+  weight_block_size: tuple[int, int] | None = None
+
+  @property
+  def num_layers(self) -> int:
+    """Trunk layers; the drafter is layer `num_layers` of the checkpoint."""
+    return len(self.indexer_types)
+
+  def __post_init__(self):
+    _check(self)
+
+
+def index_pattern(config: dict[str, Any]) -> tuple[str, ...]:
+  """The indexer kind of every layer of a published config.
+
+  `indexer_types` is the authority, then `index_topk_pattern`, then the
+  freq/offset rule (spec/model.md section 1.2); sources that are present must
+  agree.
+
+  Args:
+    config: a published `config.json` as a dict.
+
+  Returns:
+    'full' or 'shared' for each trunk layer.
+
+  Raises:
+    ValueError: unknown letters or words, a wrong length, or disagreement.
+  """
+  n = _get(config, 'num_hidden_layers', 78)
+  found: dict[str, tuple[str, ...]] = {}
+  types = config.get('indexer_types')
+  if types is not None:
+    found['indexer_types'] = tuple(types)
+  pattern = config.get('index_topk_pattern')
+  if pattern is not None:
+    letters = {'F': FULL, 'S': SHARED}
+    found['index_topk_pattern'] = tuple(letters.get(c, c) for c in pattern)
+  keys = [k for k in ('index_topk_freq', 'index_skip_topk_offset')
+          if config.get(k) is not None]  # fmt: skip
+  freq = _get(config, 'index_topk_freq', 4)
+  offset = _get(config, 'index_skip_topk_offset', 3)
+  if freq < 1 or offset < 0:
+    raise ValueError(
+      f'index_topk_freq={freq} and index_skip_topk_offset={offset} must be '
+      'at least 1 and 0: correct config.json'
+    )
+  rule = tuple(
+    FULL if max(i - offset + 1, 0) % freq == 0 else SHARED for i in range(n)
+  )
+  # Half of a rule cannot contradict a list: the other half is our default.
+  if len(keys) == 2:
+    found['+'.join(keys)] = rule
+  for name, kinds in found.items():
+    bad = sorted({str(k) for k in kinds} - {FULL, SHARED})
+    if bad:
+      raise ValueError(
+        f"{name} holds {bad}: only 'full' and 'shared' (F and S) are known"
+      )
+    if len(kinds) != n:
+      raise ValueError(
+        f'{name} has {len(kinds)} entries but num_hidden_layers={n}: '
+        'they must be equal'
+      )
+  if not found:
+    return rule
+  (first, kinds), *rest = found.items()
+  for name, other in rest:
+    if other != kinds:
+      layer = next(i for i in range(n) if other[i] != kinds[i])
+      raise ValueError(
+        f'{first} and {name} disagree at layer {layer} '
+        f'({kinds[layer]} against {other[layer]}): remove the wrong one'
+      )
+  return kinds
+
+
+def config_from_published(config: dict[str, Any]) -> ModelConfig:
+  """Builds a `ModelConfig` from a published `config.json`.
+
+  Args:
+    config: the parsed JSON object.
+
+  Returns:
+    The checked configuration.
+
+  Raises:
+    ValueError: contradictory or unsupported values.
+  """
+  _reject_unsupported(config)
+  n = _get(config, 'num_hidden_layers', 78)
+  rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
+  theta = rope.get('rope_theta', config.get('rope_theta', 8e6))
+  if 'rope_theta' in rope and config.get('rope_theta', theta) != theta:
+    raise ValueError(
+      f'rope_theta={config["rope_theta"]} contradicts '
+      f'rope_parameters.rope_theta={theta}: remove one'
+    )
+  eps = _get(config, 'rms_norm_eps', 1e-5)
+  eos = config.get('eos_token_id', ModelConfig.eos_token_ids)
+  eos = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+  quant = config.get('quantization_config')
+  return ModelConfig(
+    vocab_size=_get(config, 'vocab_size', 154_880),
+    hidden_size=_get(config, 'hidden_size', 6144),
+    intermediate_size=_get(config, 'intermediate_size', 12_288),
+    indexer_types=index_pattern(config),
+    mlp_types=_mlp_types(config, n),
+    mla=MlaConfig(
+      num_heads=_get(config, 'num_attention_heads', 64),
+      q_lora_rank=_get(config, 'q_lora_rank', 2048),
+      kv_lora_rank=_get(config, 'kv_lora_rank', 512),
+      qk_nope_head_dim=_get(config, 'qk_nope_head_dim', 192),
+      qk_rope_head_dim=_get(config, 'qk_rope_head_dim', 64),
+      v_head_dim=_get(config, 'v_head_dim', 256),
+      latent_norm_eps=_get(config, 'latent_norm_eps', eps),
+    ),
+    indexer=IndexerConfig(
+      num_heads=_get(config, 'index_n_heads', 32),
+      head_dim=_get(config, 'index_head_dim', 128),
+      topk=_get(config, 'index_topk', 2048),
+    ),
+    moe=MoeConfig(
+      num_experts=_get(config, 'n_routed_experts', 256),
+      experts_per_token=_get(config, 'num_experts_per_tok', 8),
+      num_shared_experts=_get(config, 'n_shared_experts', 1),
+      intermediate_size=_get(config, 'moe_intermediate_size', 2048),
+      routed_scaling_factor=_get(config, 'routed_scaling_factor', 2.5),
+      norm_topk_prob=_get(config, 'norm_topk_prob', True),
+    ),
+    mtp=MtpConfig(
+      num_layers=_get(config, 'num_nextn_predict_layers', 0),
+      share_index_and_kv=_get(config, 'index_share_for_mtp_iteration', True),
+    ),
+    rms_norm_eps=eps,
+    rope_theta=float(theta),
+    max_position_embeddings=_get(
+      config, 'max_position_embeddings', 1_048_576
+    ),
+    tie_word_embeddings=_get(config, 'tie_word_embeddings', False),
+    initializer_range=_get(config, 'initializer_range', 0.02),
+    eos_token_ids=tuple(e for e in eos if e is not None),
+    pad_token_id=config.get('pad_token_id', 154_820),
+    dtype=config.get('dtype') or config.get('torch_dtype') or 'bfloat16',
+    weight_block_size=_block_size(quant),
+  )
+
+
+def config_to_published(config: ModelConfig) -> dict[str, Any]:
+  """The published `config.json` of a configuration (the inverse)."""
+  c = config
+  out: dict[str, Any] = {
+    'architectures': ['GlmMoeDsaForCausalLM'],
+    'model_type': 'glm_moe_dsa',
+    'attention_bias': False,
+    'dtype': c.dtype,
+    'eos_token_id': list(c.eos_token_ids),
+    'first_k_dense_replace': _leading_dense(c.mlp_types),
+    'hidden_act': 'silu',
+    'hidden_size': c.hidden_size,
+    'index_head_dim': c.indexer.head_dim,
+    'index_n_heads': c.indexer.num_heads,
+    'index_share_for_mtp_iteration': c.mtp.share_index_and_kv,
+    'index_topk': c.indexer.topk,
+    'indexer_rope_interleave': True,
+    'indexer_types': list(c.indexer_types),
+    'initializer_range': c.initializer_range,
+    'intermediate_size': c.intermediate_size,
+    'kv_lora_rank': c.mla.kv_lora_rank,
+    'max_position_embeddings': c.max_position_embeddings,
+    'mlp_layer_types': list(c.mlp_types),
+    'moe_intermediate_size': c.moe.intermediate_size,
+    'n_group': 1,
+    'n_routed_experts': c.moe.num_experts,
+    'n_shared_experts': c.moe.num_shared_experts,
+    'norm_topk_prob': c.moe.norm_topk_prob,
+    'num_attention_heads': c.mla.num_heads,
+    'num_experts_per_tok': c.moe.experts_per_token,
+    'num_hidden_layers': c.num_layers,
+    'num_key_value_heads': c.mla.num_heads,
+    'num_nextn_predict_layers': c.mtp.num_layers,
+    'pad_token_id': c.pad_token_id,
+    'q_lora_rank': c.mla.q_lora_rank,
+    'qk_nope_head_dim': c.mla.qk_nope_head_dim,
+    'qk_rope_head_dim': c.mla.qk_rope_head_dim,
+    'rms_norm_eps': c.rms_norm_eps,
+    'rope_interleave': True,
+    'rope_parameters': {'rope_theta': c.rope_theta, 'rope_type': 'default'},
+    'routed_scaling_factor': c.moe.routed_scaling_factor,
+    'scoring_func': 'sigmoid',
+    'tie_word_embeddings': c.tie_word_embeddings,
+    'topk_group': 1,
+    'topk_method': 'noaux_tc',
+    'v_head_dim': c.mla.v_head_dim,
+    'vocab_size': c.vocab_size,
+  }
+  if c.mla.latent_norm_eps != c.rms_norm_eps:
+    out['latent_norm_eps'] = c.mla.latent_norm_eps
+  if c.weight_block_size is not None:
+    out['quantization_config'] = {
+      'activation_scheme': 'dynamic',
+      'fmt': 'e4m3',
+      'quant_method': 'fp8',
+      'weight_block_size': list(c.weight_block_size),
+    }
+  return out
+
+
+_ONLY = {  # key -> the values this code implements
+  'model_type': ('glm_moe_dsa',),
+  'topk_method': ('noaux_tc',),
+  'scoring_func': ('sigmoid',),
+  'n_group': (1,),
+  'topk_group': (1,),
+  'moe_layer_freq': (1,),
+  'hidden_act': ('silu',),
+  'attention_bias': (False,),
+  'mlp_bias': (False,),
+  'rope_interleave': (True,),
+  'indexer_rope_interleave': (True,),
+  'attention_dropout': (0, 0.0),
+  'moe_router_dtype': ('float32', 'fp32'),
+  'dtype': ('bfloat16', 'float32', None),
+  'torch_dtype': ('bfloat16', 'float32', None),
+}
+
+
+def _get(config: dict[str, Any], key: str, default):
+  value = config.get(key)
+  return default if value is None else value
+
+
+def _reject_unsupported(config: dict[str, Any]) -> None:
+  for key, allowed in _ONLY.items():
+    if key in config and config[key] is not None:
+      if config[key] not in allowed:
+        raise ValueError(
+          f'{key}={config[key]!r} is not supported: this code implements '
+          f'{", ".join(repr(a) for a in allowed if a is not None)} only'
+        )
+  rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
+  kind = rope.get('rope_type', rope.get('type', 'default'))
+  if kind != 'default':
+    raise ValueError(
+      f'rope_type={kind!r} is not supported: GLM-5 models rotate unscaled '
+      "(rope_type='default')"
+    )
+  if config.get('partial_rotary_factor', 1.0) not in (1, 1.0, None):
+    raise ValueError(
+      f'partial_rotary_factor={config["partial_rotary_factor"]} is not '
+      'supported: the rotary width is qk_rope_head_dim'
+    )
+  nope = _get(config, 'qk_nope_head_dim', 192)
+  rope_dim = _get(config, 'qk_rope_head_dim', 64)
+  if config.get('qk_head_dim', nope + rope_dim) != nope + rope_dim:
+    raise ValueError(
+      f'qk_head_dim={config["qk_head_dim"]} contradicts qk_nope_head_dim + '
+      f'qk_rope_head_dim = {nope} + {rope_dim}: correct one of them'
+    )
+  mtp = _get(config, 'num_nextn_predict_layers', 0)
+  if mtp not in (0, 1):
+    raise ValueError(
+      f'num_nextn_predict_layers={mtp} is not supported: one MTP layer '
+      '(drafting several steps) or none'
+    )
+  layers = set(config.get('layer_types') or ()) - {'indexed_attention'}
+  if layers:
+    raise ValueError(
+      f'layer_types holds {sorted(layers)}: every layer must be '
+      "'indexed_attention'"
+    )
+
+
+def _mlp_types(config: dict[str, Any], n: int) -> tuple[str, ...]:
+  dense = _get(config, 'first_k_dense_replace', 3)
+  types = config.get('mlp_layer_types')
+  if types is None:
+    dense = min(dense, n)
+    return (DENSE,) * dense + (SPARSE,) * (n - dense)
+  types = tuple(types)
+  bad = sorted({str(t) for t in types} - {DENSE, SPARSE})
+  if bad:
+    raise ValueError(
+      f"mlp_layer_types holds {bad}: only 'dense' and 'sparse' are known"
+    )
+  if len(types) != n:
+    raise ValueError(
+      f'mlp_layer_types has {len(types)} entries but num_hidden_layers={n}: '
+      'they must be equal'
+    )
+  given = config.get('first_k_dense_replace')
+  if given is not None and _leading_dense(types) != min(given, n):
+    raise ValueError(
+      f'first_k_dense_replace={given} contradicts mlp_layer_types, which '
+      f'starts with {_leading_dense(types)} dense layers: correct one'
+    )
+  return types
+
+
+def _leading_dense(types: tuple[str, ...]) -> int:
+  return next((i for i, t in enumerate(types) if t != DENSE), len(types))
+
+
+def _block_size(quant: dict[str, Any] | None) -> tuple[int, int] | None:
+  if quant is None:
+    return None
+  method, fmt = quant.get('quant_method'), quant.get('fmt', 'e4m3')
+  block = tuple(quant.get('weight_block_size') or ())
+  if method != 'fp8' or fmt != 'e4m3' or len(block) != 2 or min(block) < 1:
+    raise ValueError(
+      f'quantization_config with quant_method={method!r}, fmt={fmt!r}, '
+      f'weight_block_size={list(block)} is not supported: only block-scaled '
+      'fp8 (e4m3, two block sizes)'
+    )
+  return block  # type: ignore[return-value]
+
+
+def _check(c: ModelConfig) -> None:
+  """Rejects numbers that no model can have."""
+  if not c.indexer_types:
+    raise ValueError('indexer_types is empty: a model needs layers')
+  if c.indexer_types[0] != FULL:
+    raise ValueError(
+      f'indexer_types[0]={c.indexer_types[0]!r}: the first layer must be '
+      "'full', it has no layer below to take indices from"
+    )
+  if len(c.mlp_types) != len(c.indexer_types):
+    raise ValueError(
+      f'{len(c.mlp_types)} mlp_types for {len(c.indexer_types)} '
+      'indexer_types: they must be equal in number'
+    )
+  groups = (('', c), ('mla.', c.mla), ('indexer.', c.indexer), ('moe.', c.moe))
+  for prefix, part in groups:
+    for field in dataclasses.fields(part):
+      value = getattr(part, field.name)
+      name = field.name
+      if name in ('pad_token_id', 'num_shared_experts'):
+        continue
+      if isinstance(value, int | float) and not isinstance(value, bool):
+        if not value > 0:
+          raise ValueError(f'{prefix}{name}={value} must be positive')
+  for name, width in (
+    ('qk_rope_head_dim', c.mla.qk_rope_head_dim),
+    ('index_head_dim', c.indexer.head_dim),
+  ):
+    if width % 2:
+      raise ValueError(f'{name}={width} must be even: RoPE rotates pairs')
+  if c.indexer.head_dim < c.mla.qk_rope_head_dim:
+    raise ValueError(
+      f'index_head_dim={c.indexer.head_dim} is less than qk_rope_head_dim='
+      f'{c.mla.qk_rope_head_dim}: the indexer rotates its first dims'
+    )
+  if c.moe.experts_per_token > c.moe.num_experts:
+    raise ValueError(
+      f'num_experts_per_tok={c.moe.experts_per_token} exceeds '
+      f'n_routed_experts={c.moe.num_experts}'
+    )

@@ -1,0 +1,173 @@
+"""The plan of one device: how rows are tiled, selected and attended.
+
+The model is handed a plan and never asks where arrays live. A sharded plan
+has the same methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+from glm_jax import cache as cache_lib
+from glm_jax.cache import Cache, Rows
+from pallas_kernels import (
+  indexer_scores,
+  streaming_topk,
+  topk_gather_attention,
+)
+from pallas_kernels.tiling import map_row_blocks
+
+ROW_TILE = 8
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=['positions', 'slots'],
+  meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Selection:
+  """The rows that a group of layers attends to.
+
+  Attributes:
+    positions: [T, k] int32 ascending, then -1.
+    slots: [T, k] int32 the same as token slots within a layer.
+  """
+
+  positions: jax.Array
+  slots: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalPlan:
+  """One device.
+
+  Attributes:
+    row_tile: None, or the fixed number of rows (8) that every row-wise op
+      runs on, so that a row's bits do not depend on batch, chunking or
+      bucket (design section 4, promise b). Slower.
+    implementation: of the ops; None chooses.
+    block_bytes: bytes of scores, and of gathered rows, that may exist at
+      once; counted by the memory planner.
+  """
+
+  row_tile: int | None = None
+  implementation: str | None = None
+  block_bytes: int = 64 << 20
+
+  def rows(self, f: Callable, *arrays: jax.Array):
+    """Applies a row-wise function to [T, ...] arrays."""
+    if self.row_tile is None:
+      return f(*arrays)
+    return map_row_blocks(f, self.row_tile, *arrays, min_blocks=2)
+
+  def place_cache(self, cache: Cache) -> Cache:
+    """Puts a new cache where it lives."""
+    return cache
+
+  def index_scores(
+    self, q, w, cache: Cache, rows: Rows, index_slot
+  ) -> jax.Array:
+    """All scores [T, S] of a full layer: for inspection, small contexts."""
+    pages, scales = cache_lib.index_pages(cache)
+    table = _pool_table(cache, rows.page_table, index_slot)
+    score = lambda q, w, seq, pos: indexer_scores(
+      q, w, pages, scales, table, seq, pos, implementation=self.implementation
+    )
+    return self.rows(score, q, w, rows.seq, rows.pos)
+
+  def select(
+    self, q, w, cache: Cache, rows: Rows, index_slot, k: int
+  ) -> Selection:
+    """Selects the k best visible keys of every row.
+
+    Args:
+      q: [T, I, H] index queries.
+      w: [T, I] float32 head weights.
+      cache: holds the keys, the step's own included.
+      rows: the step's rows.
+      index_slot: slot of the layer in the index-key pool.
+      k: keys wanted.
+
+    Returns:
+      The selection.
+    """
+    pages, scales = cache_lib.index_pages(cache)
+    table = _pool_table(cache, rows.page_table, index_slot)
+
+    select = lambda q, w, seq, pos: streaming_topk(
+      q,
+      w,
+      pages,
+      scales,
+      table,
+      seq,
+      pos,
+      k,
+      implementation=self.implementation,
+      block_bytes=self.block_bytes,
+    )[0]
+    positions = self.rows(select, q, w, rows.seq, rows.pos)
+    return self.selection(rows, positions)
+
+  def selection(self, rows: Rows, positions: jax.Array) -> Selection:
+    """A selection from positions [T, k]: addresses once for the group."""
+    return Selection(positions, cache_lib.position_slots(rows, positions))
+
+  def attend(
+    self,
+    q: jax.Array,
+    cache: Cache,
+    selection: Selection,
+    layer,
+    scale: float,
+  ) -> jax.Array:
+    """Attends to the selected rows of one layer.
+
+    Args:
+      q: [T, N, R + P] absorbed queries.
+      cache: holds the rows, the step's own included.
+      selection: what to read.
+      layer: slot of the layer in the latent pool.
+      scale: softmax scale.
+
+    Returns:
+      [T, N, R] attended latents.
+    """
+    checkify.debug_check(
+      jnp.all(selection.slots < cache.slots_per_layer),
+      'slot {top} is beyond the pool of {size} slots a layer',
+      top=jnp.max(selection.slots),
+      size=jnp.int32(cache.slots_per_layer),
+    )
+    offset = jnp.asarray(layer, jnp.int32) * cache.slots_per_layer
+    ids = jnp.where(selection.slots >= 0, selection.slots + offset, -1)
+    attend = lambda q, ids: topk_gather_attention(
+      q,
+      cache.latents,
+      cache.latent_scales,
+      ids,
+      scale=scale,
+      latent_width=cache.latent_width,
+      implementation=self.implementation,
+      block_bytes=self.block_bytes,
+    )[0]
+    return self.rows(attend, q, ids)
+
+
+def _pool_table(cache: Cache, page_table: jax.Array, index_slot) -> jax.Array:
+  """The page table with the layer's offset in; -1 stays -1."""
+  checkify.debug_check(
+    jnp.all(page_table < cache.num_pages),
+    'page {top} is beyond the pool of {size} pages',
+    top=jnp.max(page_table),
+    size=jnp.int32(cache.num_pages),
+  )
+  offset = jnp.asarray(index_slot, jnp.int32) * cache.num_pages
+  return jnp.where(page_table >= 0, page_table + offset, -1)

@@ -1,0 +1,68 @@
+"""Rows times the weights of their own expert: `grouped_matmul`.
+
+    out[m] = weights[layer, expert(m)] @ x[m]
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_scale import BLOCK
+from pallas_kernels.dispatch import choose
+from pallas_kernels.grouped_matmul import reference, xla
+
+AVAILABLE = {
+  'reference': reference.grouped_matmul,
+  'xla': xla.grouped_matmul,
+}
+
+
+def grouped_matmul(
+  x: jax.Array,
+  weights: jax.Array,
+  scales: jax.Array | None,
+  layer: jax.Array | int,
+  group_sizes: jax.Array,
+  *,
+  tile: int | None = None,
+  scale_block: tuple[int, int] = BLOCK,
+  implementation: str | None = None,
+) -> jax.Array:
+  """Multiplies sorted rows by their experts' weights; drops nothing.
+
+  Args:
+    x: [M, D] rows sorted by expert.
+    weights: [L, E, F, D] pool over layers: f32, bf16 or e4m3.
+    scales: [L, E, f, d] float32 block scales of e4m3 weights, else None.
+    layer: which layer of the pool, an int or a traced int32.
+    group_sizes: [E] int32 rows of each expert; they sum to M.
+    tile: rows multiplied at once ('xla'); None for the average group.
+    scale_block: rows and columns that share one scale.
+    implementation: None, 'xla' or 'reference'.
+
+  Returns:
+    [M, F] in x's dtype, accumulated in float32.
+
+  Raises:
+    ValueError: wrong shapes or dtypes.
+    NotImplementedError: the named implementation is not here.
+  """
+  M, D = x.shape
+  _, E, _, width = weights.shape
+  if width != D:
+    raise ValueError(f'{weights.shape=} must end in the width of {x.shape=}')
+  if group_sizes.shape != (E,):
+    raise ValueError(f'{group_sizes.shape=} must be {(E,)}')
+  if (weights.dtype == jnp.float8_e4m3fn) != (scales is not None):
+    raise ValueError(
+      f'{weights.dtype=} with scales '
+      f'{"absent" if scales is None else "given"}: e4m3 weights have scales, '
+      'others have none'
+    )
+  choice = choose('grouped_matmul', implementation, AVAILABLE)
+  args = (x, weights, scales, layer, group_sizes)
+  if choice.implementation == 'xla':
+    tile = xla.default_tile(M, E) if tile is None else tile
+    return xla.grouped_matmul(*args, scale_block=scale_block, tile=tile)
+  return AVAILABLE[choice.implementation](*args, scale_block=scale_block)

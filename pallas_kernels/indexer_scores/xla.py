@@ -1,0 +1,54 @@
+"""Lightning-indexer scores in plain XLA, a few pages at a time.
+
+Memory law: the [T, I, keys] products exist for `_CHUNK` pages only. The
+chunk has one fixed shape, so a key's score has the same bits whatever the
+length of the context.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tiling import dot, round_up
+
+_CHUNK = 16  # pages scored at a time
+
+
+def indexer_scores(
+  q: jax.Array,  # [T, I, H]
+  w: jax.Array,  # [T, I] f32
+  key_pages: jax.Array,  # [P, page, H]
+  key_scales: jax.Array | None,  # [P, page] f32
+  page_table: jax.Array,  # [B, n] int32
+  row_seq: jax.Array,  # [T] int32
+  row_pos: jax.Array,  # [T] int32
+) -> jax.Array:  # [T, S] f32
+  """See the public call."""
+  T = q.shape[0]
+  page = key_pages.shape[1]
+  n = page_table.shape[1]
+  padded = round_up(n, _CHUNK)
+  pages_Tn = jnp.pad(
+    page_table, ((0, 0), (0, padded - n)), constant_values=-1
+  )[jnp.maximum(row_seq, 0)]
+  chunks = pages_Tn.reshape(T, -1, _CHUNK).swapaxes(0, 1)
+  compute = jnp.promote_types(q.dtype, jnp.bfloat16)
+
+  def score(chunk):
+    start, pages = chunk
+    at = jnp.maximum(pages, 0)
+    keys = key_pages[at].astype(compute).reshape(T, -1, q.shape[-1])
+    dots_TIS = dot('tih,tsh->tis', q, keys)
+    scores = jnp.sum(jnp.maximum(dots_TIS, 0) * w[:, :, None], axis=1)
+    if key_scales is not None:
+      scores = scores * key_scales[at].reshape(scores.shape)
+    pos = start * page + jnp.arange(_CHUNK * page)[None]
+    here = jnp.repeat(pages >= 0, page, axis=1)
+    return jnp.where(here & (pos <= row_pos[:, None]), scores, -jnp.inf)
+
+  starts = jnp.arange(0, padded, _CHUNK, dtype=jnp.int32)
+  scores = lax.map(score, (starts, chunks))  # [chunks, T, keys]
+  scores_TS = scores.swapaxes(0, 1).reshape(T, padded * page)
+  return scores_TS[:, : n * page]

@@ -1,0 +1,72 @@
+"""The exact top-k keys of every row: `streaming_topk`.
+
+    positions[t] = the k positions of largest score[t], ascending, then -1
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.indexer_scores import check_index_arguments
+from pallas_kernels.streaming_topk import reference, xla
+
+AVAILABLE = {
+  'reference': reference.streaming_topk,
+  'xla': xla.streaming_topk,
+}
+BLOCK_BYTES = 64 << 20
+
+
+def streaming_topk(
+  q: jax.Array,
+  w: jax.Array,
+  key_pages: jax.Array,
+  key_scales: jax.Array | None,
+  page_table: jax.Array,
+  row_seq: jax.Array,
+  row_pos: jax.Array,
+  k: int,
+  *,
+  shard=None,
+  implementation: str | None = None,
+  block_bytes: int = BLOCK_BYTES,
+) -> tuple[jax.Array, jax.Array]:
+  """Selects the k best visible keys of every row, exactly.
+
+  Ties go to the lowest position; -0.0 equals 0.0; NaN scores count as -inf.
+
+  Args:
+    q: [T, I, H]; w: [T, I]; key_pages: [P, 64, H]; key_scales: [P, 64] or
+      None; page_table: [B, n]; row_seq: [T]; row_pos: [T]: as in
+      `indexer_scores`.
+    w: see above.
+    key_pages: see above.
+    key_scales: see above.
+    page_table: see above.
+    row_seq: see above.
+    row_pos: see above.
+    k: keys wanted a row.
+    shard: the caller's part of a token-sharded pool; not on one device.
+    implementation: None, 'xla' or 'reference'.
+    block_bytes: bytes of scores that may exist at once ('xla').
+
+  Returns:
+    positions: [T, k] int32, unique, ascending, then -1 where fewer than k
+      keys are visible. Never a future position.
+    scores: [T, k] float32 of those positions, -inf beside -1.
+
+  Raises:
+    ValueError: wrong shapes or dtypes, or k < 1.
+    NotImplementedError: the named implementation or `shard` is not here.
+  """
+  args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
+  check_index_arguments(*args)
+  if k < 1:
+    raise ValueError(f'{k=} must be at least 1')
+  if shard is not None:
+    raise NotImplementedError('streaming_topk has no sharded form yet')
+  choice = choose('streaming_topk', implementation, AVAILABLE)
+  if choice.implementation == 'xla':
+    return xla.streaming_topk(*args, k, block_bytes=block_bytes)
+  return AVAILABLE[choice.implementation](*args, k)

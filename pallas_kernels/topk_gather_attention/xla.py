@@ -1,0 +1,62 @@
+"""Attention over gathered rows in plain XLA, a block of rows at a time.
+
+Memory law: gathered rows and logits exist for as many query rows (a multiple
+of eight) as fit in `block_bytes`. The gathered rows are never sliced: all W
+columns are multiplied and the output is cut (a slice would copy them; 1.3x,
+spec/kernels_gpu.md section 3c).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.streaming_topk.xla import rows_per_block
+from pallas_kernels.tiling import dot, map_row_blocks
+from pallas_kernels.topk_gather_attention.rows import decode_rows
+
+
+def topk_gather_attention(
+  q: jax.Array,  # [T, N, R + P]
+  rows: jax.Array,  # [M, W]
+  row_scales: jax.Array | None,  # [M, G] f32
+  slots: jax.Array,  # [T, k] int32
+  *,
+  scale: float,
+  latent_width: int,
+  block_bytes: int,
+) -> tuple[jax.Array, jax.Array]:  # [T, N, R], [T, N] f32
+  """See the public call."""
+  T, N, width = q.shape
+  k = slots.shape[1]
+
+  def attend(q, slots):
+    valid = slots >= 0
+    at = jnp.maximum(slots, 0)
+    scales = None
+    if row_scales is not None:
+      scales = jnp.take(row_scales, at, axis=0, mode='clip')
+    gathered = decode_rows(
+      jnp.take(rows, at, axis=0, mode='clip'),
+      scales,
+      latent_width,
+      width - latent_width,
+    )
+    gathered = jnp.where(valid[:, :, None], gathered, 0)
+    pad = gathered.shape[-1] - width
+    q = jnp.pad(q.astype(gathered.dtype), ((0, 0), (0, 0), (0, pad)))
+    logits = dot('tnd,tkd->tnk', q, gathered) * scale
+    logits = jnp.where(valid[:, None, :], logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = jnp.where(top > -jnp.inf, top, 0)
+    p = jnp.exp(logits - top)
+    total = jnp.sum(p, axis=-1)
+    out = dot('tnk,tkd->tnd', p.astype(gathered.dtype), gathered)
+    out = out[..., :latent_width]
+    out = jnp.where(total[..., None] > 0, out / total[..., None], 0)
+    return out, jnp.log(total) + top[..., 0]
+
+  row_bytes = k * rows.shape[1] * rows.dtype.itemsize + 8 * N * k
+  block = rows_per_block(row_bytes, block_bytes, T)
+  out, lse = map_row_blocks(attend, block, q, slots)
+  return out.astype(q.dtype), lse

@@ -1,0 +1,56 @@
+"""Packaging of glm-jax: literals only, lower bounds only."""
+
+from setuptools import setup
+
+_TEST = [
+  'pytest>=8',
+  'pytest-xdist>=3.5',
+  'ruff>=0.6',
+  'pre-commit>=3.7',
+]
+_TORCH = ['torch>=2.6', 'transformers>=5.24']
+_LIBTPU = ['libtpu>=0.0.42; platform_system == "Linux"']
+
+setup(
+  name='glm-jax',
+  version='0.1.0',
+  description=(
+    'GLM-5.2 in JAX: shared-indexer sparse attention, MTP drafting and '
+    'serving over a one-million-token window'
+  ),
+  license='Apache-2.0',
+  python_requires='>=3.11',
+  # Written out: `configs`, `launch` and `tests` are run by path and must
+  # never be installed as top-level packages.
+  packages=[
+    'glm_jax',
+    'glm_jax.checkpoints',
+    'glm_jax.validation',
+    'pallas_kernels',
+    'pallas_kernels.grouped_matmul',
+    'pallas_kernels.indexer_scores',
+    'pallas_kernels.streaming_topk',
+    'pallas_kernels.topk_gather_attention',
+  ],
+  package_data={'glm_jax': ['*.jinja']},
+  install_requires=[
+    'absl-py>=2.1',
+    'etils[epath]>=1.9',
+    'flax>=0.12.6',
+    'jax>=0.10.2',
+    'jinja2>=3.1',
+    'numpy>=2.0',
+    'optax>=0.2.4',
+    'orbax-checkpoint>=0.11.20',
+    'safetensors>=0.5',
+    'tokenizers>=0.20',
+    'tqdm>=4.66',
+  ],
+  extras_require={
+    'tpu': ['jax[tpu]>=0.10.2'],
+    'gpu': ['jax[cuda13]>=0.10.2'],
+    'plan': _LIBTPU,
+    'validate': _TORCH,
+    'dev': _TEST + _TORCH + _LIBTPU,
+  },
+)
