@@ -28,7 +28,7 @@ from jax.experimental import checkify
 from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import layer_plan
 from pallas_kernels.block_scale import FP8, FP8_MAX
-from pallas_kernels.tiling import PAGE, cdiv, round_up
+from pallas_kernels.tiling import PAGE, cdiv, round_up, within_pool
 from pallas_kernels.topk_gather_attention import SCALE_GROUP, decode_rows
 
 CACHE_DTYPES = ('bf16', 'f32', 'fp8')
@@ -111,8 +111,8 @@ def make_rows(
     page_table: [B, n] int32.
 
   Returns:
-    The rows; a row without a page (or beyond the table) is written nowhere,
-    and debug mode raises for it.
+    The rows; a row without a page (or a sequence or position beyond the
+    table) is written nowhere, and debug mode raises for it.
   """
   slots = _slots(page_table, seq[:, None], pos[:, None])[:, 0]
   checkify.debug_check(
@@ -140,6 +140,7 @@ def position_slots(rows: Rows, positions: jax.Array) -> jax.Array:
 def _slots(page_table, seq, pos):
   block = pos // PAGE
   inside = (pos >= 0) & (block < page_table.shape[1])
+  inside &= (seq >= 0) & (seq < page_table.shape[0])
   page = page_table[jnp.maximum(seq, 0), jnp.where(inside, block, 0)]
   slot = page * PAGE + pos % PAGE
   return jnp.where(inside & (page >= 0), slot, -1).astype(jnp.int32)
@@ -285,11 +286,13 @@ def read_rows(
   Args:
     cache: the cache.
     layer: slot of the layer in the latent pool.
-    slots: [...] int32 token slots within the layer, -1 for a row of zeros.
+    slots: [...] int32 token slots within the layer, -1 for a row of zeros
+      (as is one beyond the layer, for which debug mode raises).
 
   Returns:
     [..., R + P] in the cache's dtype (bf16 from fp8 records).
   """
+  slots = within_pool(slots, cache.slots_per_layer, 'slot')
   at = jnp.maximum(slots, 0) + jnp.asarray(layer) * cache.slots_per_layer
   scales = cache.latent_scales
   rows = decode_rows(
@@ -320,6 +323,7 @@ def read_index_keys(
   cache: Cache, index_slot: jax.Array | int, slots: jax.Array
 ) -> jax.Array:
   """Index keys [..., H] of one full layer as float32; see `read_rows`."""
+  slots = within_pool(slots, cache.slots_per_layer, 'slot')
   at = jnp.maximum(slots, 0) + jnp.asarray(index_slot) * cache.slots_per_layer
   keys = cache.index_keys[at].astype(jnp.float32)
   if cache.index_scales is not None:
@@ -337,15 +341,9 @@ def index_pages(cache: Cache) -> tuple[jax.Array, jax.Array | None]:
 
 def _pool_ids(cache, layer, slots, size):
   """Pool ids of slots; -1 becomes an id past the end, which is dropped."""
-  checkify.debug_check(
-    jnp.all(slots < cache.slots_per_layer),
-    'slot {top} is beyond the pool of {size} slots a layer',
-    top=jnp.max(slots),
-    size=jnp.int32(cache.slots_per_layer),
-  )
+  slots = within_pool(slots, cache.slots_per_layer, 'slot')
   at = slots + jnp.asarray(layer, jnp.int32) * cache.slots_per_layer
-  inside = (slots >= 0) & (slots < cache.slots_per_layer)
-  return jnp.where(inside, at, size)
+  return jnp.where(slots >= 0, at, size)
 
 
 def _encode_record(rows, latent_width):

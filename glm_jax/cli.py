@@ -166,8 +166,9 @@ def write_json(path: epath.PathLike, obj: Any):
   text = json.dumps(_jsonable(obj), indent=2, allow_nan=False) + '\n'
   path = epath.Path(path).expanduser()
   path.parent.mkdir(parents=True, exist_ok=True)
-  remote = '://' in os.fspath(path)  # One object write is atomic there.
-  if remote or (path.exists() and not path.is_file()):  # E.g. /dev/stdout.
+  name = os.fspath(path)
+  device = os.path.exists(name) and not os.path.isfile(name)
+  if device or '://' in name:  # A remote object is written at once.
     path.write_text(text)
     return
   partial = path.parent / f'.{path.name}.{os.getpid()}.tmp'
@@ -203,13 +204,12 @@ def resolve_model_path(name: str, *, presets: Iterable[str] = ()) -> str:
     return os.fspath(path)
   if name.replace('-', '_') in presets:
     return presets[name.replace('-', '_')]
-  if _HUB_ID.fullmatch(name.rstrip('/')) and not name.endswith(
-    ('.py', '.json')
-  ):
-    name, folder = name.rstrip('/'), name.split('/')[1]
+  hub_id = name.rstrip('/')
+  if _HUB_ID.fullmatch(hub_id) and path.suffix not in ('.py', '.json'):
+    folder = hub_id.split('/')[1]
     raise UserError(
-      f'{name} is not a directory here; if it is a hub id, download it: '
-      f'hf download {name} --local-dir {folder}, then use {folder}'
+      f'{hub_id} is not a directory here; if it is a hub id, download it: '
+      f'hf download {hub_id} --local-dir {folder}, then use {folder}'
     )
   hint = f'; presets: {", ".join(sorted(presets.values()))}' if presets else ''
   raise UserError(f'no such directory or file: {name!r}{hint}')
@@ -245,7 +245,7 @@ def _canonical(args: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
       result.append(f'--{flag.name}={rest.popleft()}')
   if help_names:
     raise HelpRequest(every_flag='helpfull' in help_names)
-  if strays:
+  if strays and not problems:  # Else they may be a bad flag's value.
     problems.append(
       f'unexpected argument {", ".join(map(repr, strays))}: write '
       '--flag=value, and booleans as --flag or --no-flag'

@@ -432,6 +432,18 @@ def _check(c: ModelConfig) -> None:
       f'{len(c.mlp_types)} mlp_types for {len(c.indexer_types)} '
       'indexer_types: they must be equal in number'
     )
+  for kinds, known in (
+    (c.indexer_types, (FULL, SHARED)),
+    (c.mlp_types, (DENSE, SPARSE)),
+  ):
+    unknown = sorted({str(k) for k in kinds} - set(known))
+    if unknown:
+      raise ValueError(f'layer types {unknown} are unknown: use {known}')
+  if c.moe.num_shared_experts < 0:
+    raise ValueError(
+      f'moe.num_shared_experts={c.moe.num_shared_experts} must not be '
+      'negative'
+    )
   groups = (('', c), ('mla.', c.mla), ('indexer.', c.indexer), ('moe.', c.moe))
   for prefix, part in groups:
     for field in dataclasses.fields(part):

@@ -73,7 +73,7 @@ class Tokenizer:
     cls,
     directory: epath.PathLike,
     *,
-    eos_token_ids: Iterable[int] | None = None,
+    eos_token_ids: Iterable[int] = (),
   ) -> Tokenizer | None:
     """Reads `tokenizer.json` and the chat template of a checkpoint directory.
 
@@ -83,8 +83,8 @@ class Tokenizer:
 
     Args:
       directory: local or remote (gs://).
-      eos_token_ids: ids that end a generation; None reads them from the
-        directory, see `read_eos_token_ids`.
+      eos_token_ids: ids that end a generation, beside those that
+        `read_eos_token_ids` finds in the directory.
 
     Returns:
       None where there is no tokenizer.json: ids still work, text is null.
@@ -101,9 +101,8 @@ class Tokenizer:
     except Exception as error:  # The library raises bare Exception.
       raise ValueError(f'{path} is broken: {error}; fetch it again') from error
     template, source = _find_template(directory)
-    if eos_token_ids is None:
-      eos_token_ids = read_eos_token_ids(directory)
-    return cls(backend, template, source, eos_token_ids)
+    eos = (*eos_token_ids, *read_eos_token_ids(directory))
+    return cls(backend, template, source, eos)
 
   def encode(self, text: str) -> list[int]:
     """Ids of `text`; special tokens inside it are recognised, none is added.

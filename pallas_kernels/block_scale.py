@@ -59,7 +59,9 @@ def quantize(
   wide = jnp.pad(values.astype(jnp.float32), pad)
   wide = wide.reshape(*values.shape[:-2], f, block[0], d, block[1])
   amax = jnp.max(jnp.abs(wide), axis=(-3, -1))
-  scales = jnp.where(amax > 0, amax / FP8_MAX, 1.0)
+  # A subnormal scale is flushed to 0, and 0 / 0 is NaN.
+  smallest = jnp.finfo(jnp.float32).tiny
+  scales = jnp.where(amax > 0, jnp.maximum(amax / FP8_MAX, smallest), 1.0)
   full = jnp.repeat(scales, block[0], axis=-2)[..., :F, :]
   full = jnp.repeat(full, block[1], axis=-1)[..., :D]
   scaled = values.astype(jnp.float32) / full

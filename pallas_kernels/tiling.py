@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import checkify
 
 PAGE = 64  # tokens of one cache page
 
@@ -28,28 +29,47 @@ def pad_rows(x: jax.Array, rows: int, value=0) -> jax.Array:
   return jnp.pad(x, widths, constant_values=value)
 
 
+def within_pool(ids: jax.Array, size: int, what: str) -> jax.Array:
+  """Ids of a pool of `size`, with -1 for ids beyond it.
+
+  JAX would clamp such an id and read somebody else's row without a word.
+  Debug mode (`checkify`) raises.
+  """
+  checkify.debug_check(
+    jnp.all(ids < size),
+    f'{what} {{top}} is beyond the pool of {{size}}',
+    top=jnp.max(ids, initial=-1),
+    size=jnp.int32(size),
+  )
+  return jnp.where(ids < size, ids, -1)
+
+
 def map_row_blocks(f, block: int, *arrays, min_blocks: int = 1):
   """Applies a row-wise function to blocks of `block` rows, one at a time.
 
   Args:
     f: row-wise function of as many arrays, returning arrays (any pytree)
       with the same leading axis.
-    block: rows of one call; the last block is padded with zeros.
-    *arrays: arrays with one leading axis of T rows.
+    block: rows of one call; the last block repeats the last row, so that
+      padding reads nothing that no row reads.
+    *arrays: arrays (any pytrees) with one leading axis of T rows.
     min_blocks: run at least this many blocks. A loop of one trip is inlined
       by XLA and then rounds like its surroundings; two trips stay a loop.
 
   Returns:
     What `f` would return for all rows at once, [T, ...].
   """
-  rows = arrays[0].shape[0]
+  rows = jax.tree.leaves(arrays)[0].shape[0]
   blocks = max(cdiv(rows, block), min_blocks)
   if blocks == 1 and rows == block:
     return f(*arrays)
-  split = lambda x: pad_rows(x, blocks * block).reshape(
-    blocks, block, *x.shape[1:]
-  )
-  out = lax.map(lambda xs: f(*xs), tuple(split(x) for x in arrays))
+  mode = 'edge' if rows else 'constant'
+
+  def split(x):
+    widths = [(0, blocks * block - rows)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, widths, mode).reshape(blocks, block, *x.shape[1:])
+
+  out = lax.map(lambda xs: f(*xs), jax.tree.map(split, arrays))
   join = lambda y: y.reshape(blocks * block, *y.shape[2:])[:rows]
   return jax.tree.map(join, out)
 

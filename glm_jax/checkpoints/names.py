@@ -9,12 +9,16 @@ axes (spec/model.md section 1.3).
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
 
 import jax
 import numpy as np
+from flax import nnx
 
 from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import LayerPlan, layer_plan
+from glm_jax.param import Axes
 
 _BLOCK = {
   'input_norm.weight': 'input_layernorm.weight',
@@ -54,6 +58,9 @@ _MTP = {
 }
 SCALE_SUFFIX = '_scale_inv'  # of the tensor that holds fp8 scales
 INDEXER_PART = '.self_attn.indexer.'
+EMBED_NAME, HEAD_NAME = _TOP['embed'], _TOP['head.kernel']
+_LAYER = re.compile(r'model\.layers\.(\d+)\.')
+_EXPERT = re.compile(r'(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +68,10 @@ class Leaf:
   """One parameter and the tensors it is assembled from.
 
   Attributes:
-    path: the parameter's path in the model, e.g. 'prologue.0.norm.weight'.
+    path: the parameter's path, e.g. 'prologue.0.input_norm.weight'.
     shape: the parameter's shape.
     dtype: the parameter's dtype.
+    axes: logical axis of each dimension; None for a stacked one.
     names: tensor names; its shape is the leading axes of `shape` that
       layers and experts make, () for one tensor.
   """
@@ -71,6 +79,7 @@ class Leaf:
   path: str
   shape: tuple[int, ...]
   dtype: np.dtype
+  axes: Axes
   names: np.ndarray
 
   @property
@@ -78,34 +87,92 @@ class Leaf:
     """Shape of each tensor."""
     return self.shape[self.names.ndim :]
 
+  @property
+  def is_scale(self) -> bool:
+    """Whether it holds the scales of fp8 weights."""
+    return self.names.flat[0].endswith(SCALE_SUFFIX)
+
+  def tensor_index(self, place: tuple[int, ...]) -> tuple[slice, ...]:
+    """The part of the parameter that is the tensor `names[place]`."""
+    lead = tuple(slice(i, i + 1) for i in place)
+    return lead + tuple(slice(0, n) for n in self.tensor_shape)
+
 
 def layer_prefix(layer: int) -> str:
   """Prefix of a layer's tensors; the drafter is layer `num_layers`."""
   return f'model.layers.{layer}.'
 
 
-def leaf_path(key_path) -> str:
-  """A parameter's path as dotted words, without NNX's trailing '.value'."""
-  path = jax.tree_util.keystr(key_path, simple=True, separator='.')
-  return path.removesuffix('.value')
+def layer_of(name: str) -> int | None:
+  """The layer that a tensor belongs to; None for embedding, norm and head."""
+  match = _LAYER.match(name)
+  return int(match[1]) if match else None
+
+
+def fused_expert(name: str) -> tuple[str, int, str] | None:
+  """Where the fused layout keeps an expert's matrix.
+
+  Args:
+    name: a tensor name.
+
+  Returns:
+    The fused tensor (gate and up share one, gate first), the expert, and
+    'gate', 'up' or 'down'; None if the name is not an expert's.
+  """
+  match = _EXPERT.fullmatch(name)
+  if match is None:
+    return None
+  fused = 'down_proj' if match[3] == 'down' else 'gate_up_proj'
+  return f'{match[1]}.{fused}', int(match[2]), match[3]
 
 
 def model_leaves(model, config: ModelConfig) -> list[Leaf]:
   """Every parameter of a (possibly abstract) model with its tensor names.
 
   Args:
-    model: a `Model`, concrete or from `abstract_model`.
+    model: a `Model`, concrete or from `abstract_model`; or parts of one under
+      its field names.
     config: the configuration it was made from.
 
   Returns:
     Leaves in the order of `jax.tree.leaves(model)`.
   """
   plan = layer_plan(config)
+  return _leaves(model, lambda p: _names(p, plan, config.moe.num_experts))
+
+
+def layer_leaves(block, experts, layer: int) -> list[Leaf]:
+  """The same for one layer's `(Block, Experts | None)`.
+
+  Args:
+    block: the layer's block.
+    experts: a pool of this layer alone; None for a dense layer.
+    layer: the layer; the drafter is layer `num_layers`.
+  """
+
+  def names(path):
+    part, _, rest = path.partition('.')
+    rest, scaled = _strip_scale(rest)
+    suffix = SCALE_SUFFIX if scaled else ''
+    if part == '0':
+      return layer_prefix(layer) + _BLOCK[rest] + suffix
+    return [_expert_names(layer, rest, experts.gate.shape[1], suffix)]
+
+  return _leaves((block, experts), names)
+
+
+def _leaves(tree, names_of: Callable) -> list[Leaf]:
+  is_param = lambda x: isinstance(x, nnx.Param)
   out = []
-  for key_path, value in jax.tree_util.tree_flatten_with_path(model)[0]:
-    path = leaf_path(key_path)
-    names = np.asarray(_names(path, plan, config.moe.num_experts), object)
-    out.append(Leaf(path, tuple(value.shape), value.dtype, names))
+  for key_path, value in jax.tree_util.tree_flatten_with_path(
+    tree, is_leaf=is_param
+  )[0]:
+    path = jax.tree_util.keystr(key_path, simple=True, separator='.')
+    # `stack` adds leading axes that `axes` does not name.
+    axes = (None,) * (len(value.shape) - len(value.axes)) + value.axes
+    names = np.asarray(names_of(path), object)
+    dtype = np.dtype(value.dtype)
+    out.append(Leaf(path, tuple(value.shape), dtype, axes, names))
   return out
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.indexer_scores import reference, xla
+from pallas_kernels.tiling import within_pool
 
 AVAILABLE = {
   'reference': reference.indexer_scores,
@@ -69,7 +70,8 @@ def indexer_scores(
     key_pages: [P, 64, H] pool of index keys: f32, bf16 or fp8.
     key_scales: [P, 64] float32 scale of each fp8 key, else None.
     page_table: [B, n] int32 page of each sequence's 64-token block, -1
-      where there is none. Ids already include any layer offset.
+      where there is none. Ids already include any layer offset; one beyond
+      the pool counts as none, and debug mode raises for it.
     row_seq: [T] int32 sequence of each row.
     row_pos: [T] int32 position of each row, -1 for a padding row.
     shard: the caller's part of a token-sharded pool; not on one device.
@@ -83,9 +85,12 @@ def indexer_scores(
     ValueError: wrong shapes or dtypes.
     NotImplementedError: the named implementation or `shard` is not here.
   """
-  args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
-  check_index_arguments(*args)
+  check_index_arguments(
+    q, w, key_pages, key_scales, page_table, row_seq, row_pos
+  )
   if shard is not None:
     raise NotImplementedError('indexer_scores has no sharded form yet')
   choice = choose('indexer_scores', implementation, AVAILABLE)
+  page_table = within_pool(page_table, key_pages.shape[0], 'page')
+  args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
   return AVAILABLE[choice.implementation](*args)

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 from pallas_kernels.tiling import dot
 
 
+def relu(x: jax.Array) -> jax.Array:
+  """max(x, 0) that keeps NaN; XLA's maximum on CPU turns it into 0."""
+  return jnp.where(x <= 0, 0, x)
+
+
 def indexer_scores(
   q: jax.Array,  # [T, I, H]
   w: jax.Array,  # [T, I] f32
@@ -18,13 +23,13 @@ def indexer_scores(
   row_pos: jax.Array,  # [T] int32, -1 for a padding row
 ) -> jax.Array:  # [T, S] f32
   """See the public call."""
-  page = key_pages.shape[1]
+  T, page = q.shape[0], key_pages.shape[1]
   pages_Tn = page_table[jnp.maximum(row_seq, 0)]
   # -1 wraps in JAX: clip it, and mask what it would have read.
   keys_TSH = key_pages[jnp.maximum(pages_Tn, 0)].astype(jnp.float32)
-  keys_TSH = keys_TSH.reshape(q.shape[0], -1, q.shape[-1])
+  keys_TSH = keys_TSH.reshape(T, page_table.shape[1] * page, q.shape[-1])
   dots_TIS = dot('tih,tsh->tis', q.astype(jnp.float32), keys_TSH)
-  scores_TS = dot('tis,ti->ts', jnp.maximum(dots_TIS, 0), w)
+  scores_TS = dot('tis,ti->ts', relu(dots_TIS), w)
   if key_scales is not None:
     scales = key_scales[jnp.maximum(pages_Tn, 0)]
     scores_TS = scores_TS * scales.reshape(scores_TS.shape)

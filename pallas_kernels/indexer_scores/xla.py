@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.tiling import dot, round_up
 
 _CHUNK = 16  # pages scored at a time
@@ -33,15 +34,16 @@ def indexer_scores(
   pages_Tn = jnp.pad(
     page_table, ((0, 0), (0, padded - n)), constant_values=-1
   )[jnp.maximum(row_seq, 0)]
-  chunks = pages_Tn.reshape(T, -1, _CHUNK).swapaxes(0, 1)
+  chunks = pages_Tn.reshape(T, padded // _CHUNK, _CHUNK).swapaxes(0, 1)
   compute = jnp.promote_types(q.dtype, jnp.bfloat16)
 
   def score(chunk):
     start, pages = chunk
     at = jnp.maximum(pages, 0)
-    keys = key_pages[at].astype(compute).reshape(T, -1, q.shape[-1])
+    keys = key_pages[at].astype(compute)
+    keys = keys.reshape(T, _CHUNK * page, q.shape[-1])
     dots_TIS = dot('tih,tsh->tis', q, keys)
-    scores = jnp.sum(jnp.maximum(dots_TIS, 0) * w[:, :, None], axis=1)
+    scores = jnp.sum(relu(dots_TIS) * w[:, :, None], axis=1)
     if key_scales is not None:
       scores = scores * key_scales[at].reshape(scores.shape)
     pos = start * page + jnp.arange(_CHUNK * page)[None]

@@ -10,6 +10,7 @@ import jax
 from pallas_kernels.dispatch import choose
 from pallas_kernels.indexer_scores import check_index_arguments
 from pallas_kernels.streaming_topk import reference, xla
+from pallas_kernels.tiling import within_pool
 
 AVAILABLE = {
   'reference': reference.streaming_topk,
@@ -60,13 +61,16 @@ def streaming_topk(
     ValueError: wrong shapes or dtypes, or k < 1.
     NotImplementedError: the named implementation or `shard` is not here.
   """
-  args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
-  check_index_arguments(*args)
+  check_index_arguments(
+    q, w, key_pages, key_scales, page_table, row_seq, row_pos
+  )
   if k < 1:
     raise ValueError(f'{k=} must be at least 1')
   if shard is not None:
     raise NotImplementedError('streaming_topk has no sharded form yet')
   choice = choose('streaming_topk', implementation, AVAILABLE)
+  page_table = within_pool(page_table, key_pages.shape[0], 'page')
+  args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
   if choice.implementation == 'xla':
     return xla.streaming_topk(*args, k, block_bytes=block_bytes)
   return AVAILABLE[choice.implementation](*args, k)

@@ -18,7 +18,7 @@ from pallas_kernels.tiling import map_row_blocks
 def rows_per_block(row_bytes: int, block_bytes: int, rows: int) -> int:
   """Rows of one block: a multiple of eight within the budget, or all."""
   block = max(block_bytes // row_bytes // 8 * 8, 8)
-  return min(block, rows)
+  return max(min(block, rows), 1)
 
 
 def streaming_topk(

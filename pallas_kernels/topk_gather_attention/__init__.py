@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.tiling import cdiv
+from pallas_kernels.tiling import cdiv, within_pool
 from pallas_kernels.topk_gather_attention import reference, xla
 from pallas_kernels.topk_gather_attention.rows import SCALE_GROUP, decode_rows
 
@@ -66,7 +66,8 @@ def topk_gather_attention(
       exceed what is used.
     row_scales: [M, ceil(R / 128)] float32 for uint8 records, else None.
     slots: [T, k] int32 row ids in the pool, -1 for none, in any order. Ids
-      already include any layer offset.
+      already include any layer offset; one beyond the pool counts as none,
+      and debug mode raises for it.
     scale: softmax scale; there is no default, since the latent's width is
       not the head's.
     latent_width: R.
@@ -84,7 +85,7 @@ def topk_gather_attention(
   """
   _check(q, rows, row_scales, slots, latent_width)
   choice = choose('topk_gather_attention', implementation, AVAILABLE)
-  args = (q, rows, row_scales, slots)
+  args = (q, rows, row_scales, within_pool(slots, rows.shape[0], 'slot'))
   kwargs = dict(scale=scale, latent_width=latent_width)
   if choice.implementation == 'xla':
     return xla.topk_gather_attention(*args, **kwargs, block_bytes=block_bytes)

@@ -56,7 +56,9 @@ def topk_gather_attention(
     out = jnp.where(total[..., None] > 0, out / total[..., None], 0)
     return out, jnp.log(total) + top[..., 0]
 
-  row_bytes = k * rows.shape[1] * rows.dtype.itemsize + 8 * N * k
+  # A record's byte becomes a float32, then a bf16 feature.
+  feature = rows.dtype.itemsize if row_scales is None else 1 + 4 + 2
+  row_bytes = k * rows.shape[1] * feature + 8 * N * k
   block = rows_per_block(row_bytes, block_bytes, T)
   out, lse = map_row_blocks(attend, block, q, slots)
   return out.astype(q.dtype), lse

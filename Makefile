@@ -1,0 +1,46 @@
+# Each target sets up what it needs in .venv on a fresh machine, then runs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# libtpu (extra `plan`) is a compiler here: keep jax from looking for a TPU.
+CPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost
+# The oracle's torch, where there is none yet; any build will do.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test test-long test-tpu validate lint clean
+
+demo: $(VENV)/.validate
+	$(CPU) $(BIN)/python launch/demo.py
+
+test: $(VENV)/.dev
+	$(CPU) $(BIN)/python -m pytest -q -m 'not long and not tpu' --durations=8
+
+test-long: $(VENV)/.dev
+	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8
+
+test-tpu: $(VENV)/.dev
+	$(CPU) $(BIN)/python -m pytest -q -s -m tpu --durations=8
+
+validate: $(VENV)/.validate
+	$(CPU) $(BIN)/python launch/demo.py --only_validate
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+
+$(VENV)/.validate: $(VENV)/bin/python setup.py
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q -e '.[validate]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.validate
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo

@@ -1,0 +1,48 @@
+"""GLM-5.2 in JAX: a shared-indexer sparse-attention model over 1M tokens.
+
+The public names are looked up when they are first used, so that importing
+the package, or a part that needs no jax, imports no jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+_PUBLIC = {  # name -> the module that defines it
+  'Tokenizer': 'glm_jax.text',
+  'forward': 'glm_jax.model',
+  'generate': 'glm_jax.generate',
+  'init_cache': 'glm_jax.cache',
+  'init_model': 'glm_jax.model',
+  'load_config': 'glm_jax.checkpoints',
+  'load_model': 'glm_jax.checkpoints',
+  'validate': 'glm_jax.validation',
+}
+
+__all__ = list(_PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str):
+  if name not in _PUBLIC:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  value = getattr(importlib.import_module(_PUBLIC[name]), name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_PUBLIC})
+
+
+class _Package(types.ModuleType):
+  """Keeps `glm_jax.generate` the function, whoever imports its module."""
+
+  def __setattr__(self, name, value):
+    if name in _PUBLIC and isinstance(value, types.ModuleType):
+      return
+    super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,208 @@
+"""This repo's model as a `walk.Side`: layers streamed, rows in chunks.
+
+The rows of a layer run through its own one-layer paged cache a chunk at a
+time, as in serving, so that memory does not grow with the square of the
+context and what is validated is the path that serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm_jax.block import LayerIds, StepContext
+from glm_jax.cache import init_cache, make_rows
+from glm_jax.checkpoints import PublishedCheckpoint
+from glm_jax.config import DENSE, FULL, ModelConfig
+from glm_jax.layer_plan import layer_plan
+from glm_jax.plan import LocalPlan
+from glm_jax.rope import rope_tables
+from glm_jax.validation.walk import LayerTensors, RunLayer
+from pallas_kernels.tiling import PAGE, cdiv, dot
+
+CHUNK = 256  # rows of one step
+_IDS = LayerIds(latent=0, index=0, moe=0)
+
+
+class JaxSide:
+  """Runs this repo's layers; see `walk.Side`."""
+
+  framework = 'jax'
+
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    dtype: str = 'float32',
+    *,
+    weight_dtype: str = 'auto',
+    plan: LocalPlan | None = None,
+    keep_scores: int = 4096,
+  ):
+    """Opens a checkpoint.
+
+    Args:
+      path: directory in the published format.
+      dtype: 'float32' or 'bfloat16', of weights and arithmetic.
+      weight_dtype: as `load_model` takes it.
+      plan: tiling and dispatch; None for one device.
+      keep_scores: longest context whose index scores are kept; [T, T]
+        float32 a full layer, needed to judge selections that differ.
+    """
+    self._checkpoint = PublishedCheckpoint(path)
+    self.config = self._checkpoint.config
+    self.dtype = dtype
+    self._weight_dtype = weight_dtype
+    self._plan = plan or LocalPlan()
+    self._keep_scores = keep_scores
+    # One layer's cache, whichever layer it is.
+    self._one = dataclasses.replace(
+      self.config,
+      indexer_types=(FULL,),
+      mlp_types=(DENSE,),
+      mtp=dataclasses.replace(self.config.mtp, num_layers=0),
+    )
+    device = jax.devices()[0]
+    self.notes = [
+      f'jax: {dtype} on {device.device_kind}, matmul precision '
+      f'{"highest" if dtype == "float32" else "default"}, '
+      f'implementation {self._plan.implementation or "auto"}'
+    ]
+    self.versions = {'jax': jax.__version__, 'platform': device.platform}
+
+  def embed(self, tokens: np.ndarray) -> np.ndarray:
+    """[T, D] float32 embeddings."""
+    top = self._top()
+    return _numpy(top.embed[jnp.asarray(tokens, jnp.int32)])
+
+  @contextlib.contextmanager
+  def layer(self, layer: int) -> Iterator[RunLayer]:
+    """Loads one decoder layer."""
+    block, experts = self._checkpoint.load_block(
+      layer, dtype=self.dtype, weight_dtype=self._weight_dtype
+    )
+    full = layer_plan(self.config).is_full(layer)
+
+    def run(x, selected):
+      return self._run(block, experts, layer, full, x, selected)
+
+    yield run
+
+  def logits(self, hidden: np.ndarray) -> np.ndarray:
+    """[T, V] float32 logits of hidden states above the last layer."""
+    top = self._top()
+    parts = [
+      _numpy(_logits(top, jnp.asarray(rows, self.dtype), self._plan))
+      for rows in _chunks(hidden)
+    ]
+    return np.concatenate(parts)[: len(hidden)]
+
+  def _run(self, block, experts, layer, full, x, selected) -> LayerTensors:
+    """Runs a loaded layer on [T, D] rows of one sequence."""
+    T = len(x)
+    pages = cdiv(T, PAGE)
+    kind = 'f32' if self.dtype == 'float32' else 'bf16'
+    cache = init_cache(self._one, pages, dtype=kind)
+    page_table = jnp.arange(pages, dtype=jnp.int32)[None]
+    capture = ('selected', 'attention', 'mlp', 'hidden')
+    if full and selected is None and T <= self._keep_scores:
+      capture += ('scores',)
+    given = [None] * cdiv(T, CHUNK)
+    if selected is not None:
+      given = _chunks(selected, fill=-1)
+    positions = _chunks(np.arange(T, dtype=np.int32)[:, None], fill=-1)
+    parts = []
+    for rows, pos, chosen in zip(_chunks(x), positions, given):
+      cache, captured = _step(
+        block,
+        experts,
+        jnp.asarray(rows, self.dtype),
+        cache,
+        page_table,
+        jnp.asarray(pos[:, 0]),
+        None if chosen is None else jnp.asarray(chosen),
+        config=self.config,
+        full=full,
+        plan=self._plan,
+        capture=capture,
+      )
+      parts.append(jax.tree.map(_numpy, captured))
+    joined = {k: np.concatenate([p[k] for p in parts])[:T] for k in parts[0]}
+    if 'scores' in joined:
+      joined['scores'] = joined['scores'][:, :T]
+    if 'experts' in joined:
+      joined['experts'] = np.sort(joined['experts'], axis=1)
+    if selected is not None:
+      joined['selected'] = selected
+    return LayerTensors(layer=layer, input=x, **joined)
+
+  def _top(self):
+    return self._checkpoint.load_top(dtype=self.dtype)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('config', 'full', 'plan', 'capture'),
+  donate_argnames=('cache',),
+)
+def _step(
+  block,
+  experts,
+  x: jax.Array,
+  cache,
+  page_table: jax.Array,
+  pos: jax.Array,
+  chosen: jax.Array | None,
+  *,
+  config: ModelConfig,
+  full: bool,
+  plan: LocalPlan,
+  capture: tuple[str, ...],
+):
+  """One chunk of rows through one layer, and how experts were chosen."""
+  rows = make_rows(jnp.zeros_like(pos), pos, page_table)
+  cos, sin = rope_tables(pos, config.mla.qk_rope_head_dim, config.rope_theta)
+  step = StepContext(rows, cos, sin, plan, capture)
+  carried = replay = None
+  if full:
+    replay = chosen
+  elif chosen is not None:
+    carried = plan.selection(rows, chosen)
+  _, cache, _, captured = block(
+    x, cache, carried, _IDS, experts, step, replay
+  )
+  if block.moe is not None:
+    normed = block.post_norm(x + captured['attention'])
+    router = block.moe.router
+    captured['experts'], _ = router(normed)
+    logits = dot(
+      'td,ed->te',
+      normed.astype(jnp.float32),
+      router.weight[...].astype(jnp.float32),
+    )
+    captured['choice'] = jax.nn.sigmoid(logits) + router.correction_bias[...]
+  return cache, captured
+
+
+@functools.partial(jax.jit, static_argnames='plan')
+def _logits(top, x, plan):
+  return top.logits(x, plan)
+
+
+def _chunks(x: np.ndarray, fill=0) -> list[np.ndarray]:
+  """[CHUNK, ...] pieces of [T, ...], the last one filled up."""
+  missing = -len(x) % CHUNK
+  padded = np.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+  return list(padded.reshape(-1, CHUNK, x.shape[1]))
+
+
+def _numpy(x: jax.Array) -> np.ndarray:
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    x = x.astype(jnp.float32)
+  return np.asarray(x)

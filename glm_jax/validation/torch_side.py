@@ -1,0 +1,233 @@
+"""The oracle: transformers' GlmMoeDsa, one decoder layer in memory at a time.
+
+The layers are transformers' own modules with eager attention; this file
+fills them from the checkpoint, feeds them and watches them. It imports no
+jax, so that a machine with PyTorch alone can record a reference.
+
+What is aligned, and noted in every record: the two latent norms, whose
+epsilon transformers leaves at its class default 1e-6, take the config's
+(spec/model.md section 2.6); matmul precision is 'highest' and TF32 is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import safetensors
+import torch
+import transformers
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
+
+from glm_jax.config import ModelConfig, config_from_published
+from glm_jax.validation.torch_weights import TorchWeights
+from glm_jax.validation.walk import (
+  LayerTensors,
+  RunLayer,
+  contract_selection,
+)
+
+
+class TorchSide:
+  """Runs transformers' layers; see `walk.Side`."""
+
+  framework = 'torch'
+
+  def __init__(self, path: str | os.PathLike, dtype: str = 'float32'):
+    """Opens a checkpoint directory.
+
+    Args:
+      path: local directory with config.json and safetensors.
+      dtype: 'float32' or 'bfloat16', of weights and arithmetic.
+
+    Raises:
+      ValueError: transformers reads another model out of config.json.
+    """
+    with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
+      published = json.load(file)
+    self.config = config_from_published(published)
+    self.dtype = getattr(torch, dtype)
+    self._hf = _transformers_config(published, self.config)
+    self._weights = TorchWeights(path, self.config.weight_block_size)
+    eps = self.config.mla.latent_norm_eps
+    default = glm.GlmMoeDsaRMSNorm(1).variance_epsilon
+    self.notes = [
+      f'torch: {dtype}, eager attention, matmul precision highest, TF32 off',
+      f'torch: latent norms (q_a, kv_a) set to eps {eps:g}; transformers '
+      f'leaves them at {default:g}',
+    ]
+    self.versions = {
+      'torch': torch.__version__,
+      'transformers': transformers.__version__,
+      'safetensors': safetensors.__version__,
+    }
+
+  def embed(self, tokens: np.ndarray) -> np.ndarray:
+    """[T, D] float32 embeddings."""
+    shape = (self.config.vocab_size, self.config.hidden_size)
+    table = torch.empty(shape, dtype=self.dtype)
+    self._weights.copy_into(table, 'model.embed_tokens.weight')
+    return _numpy(table[torch.as_tensor(np.asarray(tokens), dtype=torch.long)])
+
+  @contextlib.contextmanager
+  def layer(self, layer: int) -> Iterator[RunLayer]:
+    """Loads one decoder layer."""
+    with torch.device('meta'):
+      module = glm.GlmMoeDsaDecoderLayer(self._hf, layer)
+    module = module.to(self.dtype).eval()
+    _keep_float32(module)
+    module = module.to_empty(device='cpu')
+    self._weights.fill(module, f'model.layers.{layer}.')
+    attention = module.self_attn
+    for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
+      norm.variance_epsilon = self.config.mla.latent_norm_eps
+
+    def run(x, selected):
+      with _precise(), torch.no_grad():
+        return self._run(module, layer, x, selected)
+
+    yield run
+
+  def logits(self, hidden: np.ndarray) -> np.ndarray:
+    """[T, V] float32 logits of hidden states above the last layer."""
+    c = self.config
+    norm = glm.GlmMoeDsaRMSNorm(c.hidden_size, c.rms_norm_eps).to(self.dtype)
+    self._weights.copy_into(norm.weight.data, 'model.norm.weight')
+    head = torch.empty((c.vocab_size, c.hidden_size), dtype=self.dtype)
+    name = 'model.embed_tokens' if c.tie_word_embeddings else 'lm_head'
+    self._weights.copy_into(head, f'{name}.weight')
+    with _precise(), torch.no_grad():
+      x = norm(torch.from_numpy(hidden).to(self.dtype))
+      return _numpy(x @ head.T)
+
+  def _run(self, module, layer, x, selected) -> LayerTensors:
+    """Runs a loaded layer on [T, D] rows of one sequence."""
+    T = len(x)
+    seen = {}
+    hooks = [
+      module.self_attn.register_forward_hook(
+        lambda m, args, out: seen.update(attention=out[0], topk=out[2])
+      ),
+      module.mlp.register_forward_hook(
+        lambda m, args, out: seen.update(mlp=out)
+      ),
+    ]
+    if hasattr(module.mlp, 'gate'):
+      hooks.append(
+        module.mlp.gate.register_forward_hook(
+          lambda m, args, out: seen.update(router=out[0], experts=out[2])
+        )
+      )
+    hidden = torch.from_numpy(x).to(self.dtype)[None]
+    position = torch.arange(T)[None]
+    rotary = glm.GlmMoeDsaRotaryEmbedding(self._hf)
+    lowest = torch.finfo(self.dtype).min
+    mask = torch.full((T, T), lowest, dtype=self.dtype).triu(1)[None, None]
+    given = None if selected is None else _oracle_indices(selected)
+    try:
+      with _replay(module.self_attn.indexer, given):
+        out, _ = module(
+          hidden,
+          attention_mask=mask,
+          position_ids=position,
+          position_embeddings=rotary(hidden, position),
+          prev_topk_indices=given,
+        )
+    finally:
+      for hook in hooks:
+        hook.remove()
+    if selected is None:
+      topk = self.config.indexer.topk
+      selected = contract_selection(seen['topk'][0].numpy(), topk)
+    experts = choice = None
+    if 'router' in seen:
+      bias = module.mlp.gate.e_score_correction_bias
+      choice = _numpy(seen['router'].sigmoid() + bias)
+      experts = np.sort(seen['experts'].numpy().astype(np.int32), axis=1)
+    return LayerTensors(
+      layer=layer,
+      input=x,
+      selected=selected,
+      attention=_numpy(seen['attention'][0]),
+      mlp=_numpy(seen['mlp'][0]),
+      hidden=_numpy(out[0]),
+      experts=experts,
+      choice=choice,
+    )
+
+
+def _transformers_config(published: dict, config: ModelConfig):
+  """transformers' reading of config.json, checked against ours."""
+  hf = glm.GlmMoeDsaConfig.from_dict(dict(published))
+  hf._attn_implementation = 'eager'
+  hf._experts_implementation = 'eager'
+  for name, theirs, ours in (
+    ('indexer_types', tuple(hf.indexer_types), config.indexer_types),
+    ('mlp_layer_types', tuple(hf.mlp_layer_types), config.mlp_types),
+    ('hidden_size', hf.hidden_size, config.hidden_size),
+    ('vocab_size', hf.vocab_size, config.vocab_size),
+    ('index_topk', hf.index_topk, config.indexer.topk),
+    ('index_n_heads', hf.index_n_heads, config.indexer.num_heads),
+    ('rms_norm_eps', hf.rms_norm_eps, config.rms_norm_eps),
+    ('rope_theta', hf.rope_parameters['rope_theta'], config.rope_theta),
+    (
+      'routed_scaling_factor',
+      hf.routed_scaling_factor,
+      config.moe.routed_scaling_factor,
+    ),
+  ):
+    if theirs != ours:
+      raise ValueError(
+        f'transformers {transformers.__version__} reads {name}={theirs!r} '
+        f'out of config.json, this code {ours!r}: state {name} there'
+      )
+  return hf
+
+
+def _keep_float32(module):
+  """What transformers keeps in float32: the router and `weights_proj`."""
+  if hasattr(module.mlp, 'gate'):
+    module.mlp.gate.float()
+  if module.self_attn.indexer is not None:
+    module.self_attn.indexer.weights_proj.float()
+
+
+def _oracle_indices(selected: np.ndarray) -> torch.Tensor:
+  """Our selection as transformers takes it: [1, T, k], no -1.
+
+  A row with -1 sees fewer keys than k and selects all of them, its own
+  position included, which therefore can stand in for -1.
+  """
+  own = np.arange(len(selected), dtype=selected.dtype)[:, None]
+  return torch.from_numpy(np.where(selected < 0, own, selected))[None]
+
+
+@contextlib.contextmanager
+def _replay(indexer, given: torch.Tensor | None):
+  """Makes a full layer's indexer answer `given`; nothing without either."""
+  if indexer is None or given is None:
+    yield
+    return
+  indexer.forward = lambda *args, **kwargs: given
+  try:
+    yield
+  finally:
+    del indexer.forward
+
+
+@contextlib.contextmanager
+def _precise():
+  """float32 means float32, on every device; settings come back after."""
+  before = torch.get_float32_matmul_precision()
+  torch.set_float32_matmul_precision('highest')  # TF32 off, with it
+  try:
+    yield
+  finally:
+    torch.set_float32_matmul_precision(before)
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+  return x.detach().float().numpy()

@@ -1,0 +1,15 @@
+"""Every test runs on CPU with eight devices and 32-bit numbers.
+
+The environment is set before anything imports jax. `JAX_PLATFORMS` given
+from outside wins, so the same tests run on an accelerator.
+"""
+
+import os
+
+_DEVICES = '--xla_force_host_platform_device_count'
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ['JAX_ENABLE_X64'] = '0'
+_flags = os.environ.get('XLA_FLAGS', '')
+if _DEVICES not in _flags:
+  os.environ['XLA_FLAGS'] = f'{_flags} {_DEVICES}=8'.strip()
