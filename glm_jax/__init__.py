@@ -7,18 +7,18 @@ the package, or a part that needs no jax, imports no jax.
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 
 _PUBLIC = {  # name -> the module that defines it
   'Tokenizer': 'glm_jax.text',
+  'draft': 'glm_jax.drafting',
   'forward': 'glm_jax.model',
-  'generate': 'glm_jax.generate',
+  'generate': 'glm_jax.generation',
   'init_cache': 'glm_jax.cache',
   'init_model': 'glm_jax.model',
   'load_config': 'glm_jax.checkpoints',
   'load_model': 'glm_jax.checkpoints',
   'validate': 'glm_jax.validation',
+  'verify': 'glm_jax.speculative',
 }
 
 __all__ = list(_PUBLIC)  # noqa: PLE0605
@@ -34,15 +34,3 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
   return sorted({*globals(), *_PUBLIC})
-
-
-class _Package(types.ModuleType):
-  """Keeps `glm_jax.generate` the function, whoever imports its module."""
-
-  def __setattr__(self, name, value):
-    if name in _PUBLIC and isinstance(value, types.ModuleType):
-      return
-    super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

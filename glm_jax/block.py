@@ -38,6 +38,7 @@ class StepContext(NamedTuple):
     sin: [T, P / 2] rotary sines.
     plan: tiling, dispatch and placement.
     capture: names of the intermediates to return.
+    first: lowest position that a query sees; 1 for the drafter.
   """
 
   rows: Rows
@@ -45,6 +46,7 @@ class StepContext(NamedTuple):
   sin: jax.Array
   plan: object
   capture: tuple[str, ...] = ()
+  first: int = 0
 
 
 class Block(nnx.Module):
@@ -80,6 +82,8 @@ class Block(nnx.Module):
     experts: Experts | None,
     step: StepContext,
     replay: jax.Array | None = None,
+    *,
+    frozen: bool = False,
   ) -> tuple[jax.Array, Cache, Selection, dict[str, jax.Array]]:
     """Runs the layer.
 
@@ -91,6 +95,8 @@ class Block(nnx.Module):
       experts: the expert pool; None for a dense layer.
       step: what all layers share.
       replay: [T, k] positions a full layer takes instead of its own choice.
+      frozen: write nothing, index nothing and attend with `selection` (the
+        drafter's later steps).
 
     Returns:
       x [T, D], the cache, the selection in force, and what was captured.
@@ -104,9 +110,12 @@ class Block(nnx.Module):
         'layer first and pass its selection on'
       )
     captured: dict[str, jax.Array] = {}
-    q, cache, selection = self._attention_inputs(
-      x, cache, selection, ids, step, replay, captured
-    )
+    if frozen:
+      q = step.plan.rows(self._query, x, step.cos, step.sin)
+    else:
+      q, cache, selection = self._attention_inputs(
+        x, cache, selection, ids, step, replay, captured
+      )
     attended = step.plan.attend(
       q, cache, selection, ids.latent, self.attention.config.scale
     )
@@ -117,6 +126,10 @@ class Block(nnx.Module):
     captured['hidden'] = x
     kept = {k: v for k, v in captured.items() if k in step.capture}
     return x, cache, selection, kept
+
+  def _query(self, x, cos, sin):
+    _, q, _ = self.attention.project(self.input_norm(x), cos, sin)
+    return self.attention.absorb(q)
 
   def _attention_inputs(
     self, x, cache, selection, ids, step, replay, captured
@@ -141,13 +154,19 @@ class Block(nnx.Module):
         cache = cache_lib.write_index_keys(cache, ids.index, rows.slots, key)
         if 'scores' in step.capture:
           captured['scores'] = plan.index_scores(
-            index_q, w, cache, rows, ids.index
+            index_q, w, cache, rows, ids.index, first=step.first
           )
         if replay is not None:
           selection = plan.selection(rows, replay)
         else:
           selection = plan.select(
-            index_q, w, cache, rows, ids.index, self.topk
+            index_q,
+            w,
+            cache,
+            rows,
+            ids.index,
+            self.topk,
+            first=step.first,
           )
       captured['selected'] = selection.positions
     return q, cache, selection

@@ -237,7 +237,8 @@ def init_cache(
     latents = jnp.zeros((latent_rows, width), _WIDE[dtype])
     index_keys = jnp.zeros((index_rows, H), _WIDE[dtype])
   if layers.has_mtp:
-    hidden = jnp.zeros((num_pages, config.hidden_size), config.dtype)
+    wide = jnp.float32 if dtype == 'f32' else jnp.bfloat16
+    hidden = jnp.zeros((num_pages, config.hidden_size), wide)
   cache = Cache(
     latents=latents,
     latent_scales=latent_scales,
@@ -303,6 +304,26 @@ def read_rows(
   )
   rows = rows[..., : cache.latent_width + cache.rope_width]
   return jnp.where(slots[..., None] >= 0, rows, 0)
+
+
+def write_hidden(cache: Cache, rows: Rows, hidden: jax.Array) -> Cache:
+  """Keeps the last hidden state of each page that a step touches.
+
+  Args:
+    cache: of a model with a drafter.
+    rows: [T] rows; positions of a sequence ascend.
+    hidden: [T, D] post-norm hidden states.
+
+  Returns:
+    The cache; a page keeps the state of its highest row in this step.
+  """
+  page = rows.slots // PAGE
+  below = jnp.roll(page, -1).at[-1].set(-1)
+  last = (rows.slots >= 0) & (page != below)
+  at = jnp.where(last, page, cache.num_pages)
+  values = hidden.astype(cache.hidden.dtype)
+  kept = cache.hidden.at[at].set(values, mode='drop')
+  return dataclasses.replace(cache, hidden=kept)
 
 
 def write_index_keys(

@@ -193,8 +193,8 @@ def config_from_published(config: dict[str, Any]) -> ModelConfig:
   _reject_unsupported(config)
   n = _get(config, 'num_hidden_layers', 78)
   rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
-  theta = rope.get('rope_theta', config.get('rope_theta', 8e6))
-  if 'rope_theta' in rope and config.get('rope_theta', theta) != theta:
+  theta = _get(rope, 'rope_theta', _get(config, 'rope_theta', 8e6))
+  if _get(config, 'rope_theta', theta) != theta:
     raise ValueError(
       f'rope_theta={config["rope_theta"]} contradicts '
       f'rope_parameters.rope_theta={theta}: remove one'
@@ -342,7 +342,7 @@ def _reject_unsupported(config: dict[str, Any]) -> None:
           f'{", ".join(repr(a) for a in allowed if a is not None)} only'
         )
   rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
-  kind = rope.get('rope_type', rope.get('type', 'default'))
+  kind = _get(rope, 'rope_type', _get(rope, 'type', 'default'))
   if kind != 'default':
     raise ValueError(
       f'rope_type={kind!r} is not supported: GLM-5 models rotate unscaled '
@@ -355,7 +355,7 @@ def _reject_unsupported(config: dict[str, Any]) -> None:
     )
   nope = _get(config, 'qk_nope_head_dim', 192)
   rope_dim = _get(config, 'qk_rope_head_dim', 64)
-  if config.get('qk_head_dim', nope + rope_dim) != nope + rope_dim:
+  if _get(config, 'qk_head_dim', nope + rope_dim) != nope + rope_dim:
     raise ValueError(
       f'qk_head_dim={config["qk_head_dim"]} contradicts qk_nope_head_dim + '
       f'qk_rope_head_dim = {nope} + {rope_dim}: correct one of them'

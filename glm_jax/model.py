@@ -20,6 +20,7 @@ from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import LayerPlan, layer_plan
 from glm_jax.layers import Init, Linear, RMSNorm
 from glm_jax.moe import Experts
+from glm_jax.mtp import Mtp
 from glm_jax.param import param, stack
 from glm_jax.plan import LocalPlan, Selection
 from glm_jax.rope import rope_tables
@@ -40,28 +41,6 @@ class Group(nnx.Module):
     self.blocks = nnx.List(
       Block(k, config, init, full=plan.is_full(i), moe=plan.is_moe(i))
       for i, k in enumerate(keys, first)
-    )
-
-
-class Mtp(nnx.Module):
-  """The drafter's weights: checkpoint layer N (spec/model.md section 4.1)."""
-
-  def __init__(self, key, config: ModelConfig, init: Init):
-    D, eps = config.hidden_size, config.rms_norm_eps
-    keys = jax.random.split(key, 4)
-    self.embed_norm = RMSNorm(D, eps, init)
-    self.hidden_norm = RMSNorm(D, eps, init)
-    self.project = Linear(
-      keys[0], 2 * D, D, ('embed', None), init, fp8=False
-    )
-    self.block = Block(keys[1], config, init, full=True, moe=True)
-    self.experts = Experts(keys[2], 1, config, init)
-    self.norm = RMSNorm(D, eps, init)
-    # Tied to the trunk's head unless the checkpoint brings its own.
-    self.head = (
-      Linear(keys[3], D, config.vocab_size, ('vocab', 'embed'), init, fp8=False)
-      if config.mtp.own_head
-      else None
     )
 
 
@@ -305,14 +284,29 @@ def trunk(
 
 
 def head(
-  model: Model, hidden: jax.Array, plan: LocalPlan | None = None
+  model: Model,
+  hidden: jax.Array,
+  plan: LocalPlan | None = None,
+  *,
+  own: Linear | None = None,
 ) -> jax.Array:
-  """Logits [T, V] float32 of post-norm hidden states [T, D]."""
+  """Logits [T, V] float32 of post-norm hidden states [T, D].
+
+  Args:
+    model: the model.
+    hidden: [T, D].
+    plan: tiling, dispatch and placement; None for one device.
+    own: a head other than the model's (the drafter's, if it has one).
+
+  Returns:
+    The logits.
+  """
   plan = plan or LocalPlan()
-  if model.head is None:
+  linear = own or model.head
+  if linear is None:
     embed = model.embed[...]
     return plan.rows(lambda x: dot('td,vd->tv', x, embed), hidden)
-  return plan.rows(model.head.wide, hidden)
+  return plan.rows(linear.wide, hidden)
 
 
 def forward(

@@ -72,18 +72,34 @@ class LocalPlan:
     return cache
 
   def index_scores(
-    self, q, w, cache: Cache, rows: Rows, index_slot
+    self, q, w, cache: Cache, rows: Rows, index_slot, *, first: int = 0
   ) -> jax.Array:
     """All scores [T, S] of a full layer: for inspection, small contexts."""
     pages, scales = cache_lib.index_pages(cache)
     table = _pool_table(cache, rows.page_table, index_slot)
     score = lambda q, w, seq, pos: indexer_scores(
-      q, w, pages, scales, table, seq, pos, implementation=self.implementation
+      q,
+      w,
+      pages,
+      scales,
+      table,
+      seq,
+      pos,
+      first=first,
+      implementation=self.implementation,
     )
     return self.rows(score, q, w, rows.seq, rows.pos)
 
   def select(
-    self, q, w, cache: Cache, rows: Rows, index_slot, k: int
+    self,
+    q,
+    w,
+    cache: Cache,
+    rows: Rows,
+    index_slot,
+    k: int,
+    *,
+    first: int = 0,
   ) -> Selection:
     """Selects the k best visible keys of every row.
 
@@ -94,6 +110,7 @@ class LocalPlan:
       rows: the step's rows.
       index_slot: slot of the layer in the index-key pool.
       k: keys wanted.
+      first: lowest visible position.
 
     Returns:
       The selection.
@@ -110,6 +127,7 @@ class LocalPlan:
       seq,
       pos,
       k,
+      first=first,
       implementation=self.implementation,
       block_bytes=self.block_bytes,
     )[0]

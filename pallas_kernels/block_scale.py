@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiling import cdiv
+from pallas_kernels.tiling import cdiv, dot
 
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0

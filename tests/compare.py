@@ -80,7 +80,10 @@ def assert_bit_equal(actual, expected, *, name: str) -> None:
       f'{name}: {a.shape} {a.dtype}, expected {e.shape} {e.dtype}'
     )
   as_bytes = lambda x: (
-    np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1)
+    np.ascontiguousarray(x)
+    .reshape(-1)
+    .view(np.uint8)
+    .reshape(-1, x.dtype.itemsize)
   )
   different = np.flatnonzero((as_bytes(a) != as_bytes(e)).any(axis=1))
   if len(different):

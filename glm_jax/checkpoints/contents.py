@@ -192,9 +192,7 @@ def check(
 
 def _shared_indexers(config, raw, names, where) -> set[str]:
   """Indexer tensors of layers that own no indexer."""
-  shared = {
-    i for i, kind in enumerate(config.indexer_types) if kind == SHARED
-  }
+  shared = {i for i, kind in enumerate(config.indexer_types) if kind == SHARED}
   unused = {n for n in names if INDEXER_PART in n and layer_of(n) in shared}
   if unused and all(raw.get(key) is None for key in _PATTERN_KEYS):
     layers = sorted({layer_of(n) for n in unused})

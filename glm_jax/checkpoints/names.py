@@ -63,7 +63,7 @@ _LAYER = re.compile(r'model\.layers\.(\d+)\.')
 _EXPERT = re.compile(r'(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight')
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Leaf:
   """One parameter and the tensors it is assembled from.
 

@@ -63,7 +63,8 @@ class TensorWriter:
     directory: epath.PathLike,
     entries: Sequence[Entry],
     *,
-    source: Any = None,
+    contents: Any = None,
+    trusted: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
   ):
     """Claims the directory.
@@ -71,9 +72,11 @@ class TensorWriter:
     Args:
       directory: new, empty, or an interrupted save of the same.
       entries: what to write, in this order.
-      source: JSON that identifies the origin of the values. With it, whole
-        shards of an interrupted save are trusted; without it (values from
-        memory) they are compared and written again where they differ.
+      contents: JSON that says what is saved; an interrupted save is only
+        continued with the same.
+      trusted: `contents` identifies the values, so whole shards of an
+        interrupted save are kept unseen. Otherwise (values from memory) they
+        are compared, and written again where they differ.
       max_shard_bytes: of one file, unless a single tensor is larger.
 
     Raises:
@@ -83,13 +86,14 @@ class TensorWriter:
     self.directory = epath.Path(directory).expanduser()
     self.shards = _deal(entries, max_shard_bytes)
     self.nbytes = sum(e.nbytes for e in entries)
-    self._trusted = source is not None
+    self._trusted = trusted
     layout = {
       file: [(e.name, e.dtype.name, e.shape) for e in shard]
       for file, shard in self.shards.items()
     }
-    contents = {'format': 'hf', 'source': source, 'layout': layout}
-    self.resumed = begin_save(self.directory, contents)
+    self.resumed = begin_save(
+      self.directory, {'contents': contents, 'layout': layout}
+    )
 
   def write(self) -> int:
     """Writes what is missing; returns the number of shards it found whole."""
@@ -104,11 +108,17 @@ class TensorWriter:
     return found
 
   def verify(self) -> list[str]:
-    """Reads everything back; names the tensors that differ, bit for bit."""
+    """Reads everything back; names the tensors that differ, bit for bit.
+
+    A shard with such a tensor is removed: the next run writes it again.
+    """
     different = []
     with _bar('verifying', self.nbytes) as bar:
       for file, shard in self.shards.items():
-        different += self._compare(file, shard, bar.update)
+        wrong = self._compare(file, shard, bar.update)
+        if wrong:
+          (self.directory / file).unlink()
+        different += wrong
     return different
 
   def complete(self):
@@ -130,14 +140,7 @@ class TensorWriter:
     with partial.open('wb') as f:
       f.write(_header(shard))
       for entry in shard:
-        value = np.ascontiguousarray(entry.read())
-        if value.dtype != entry.dtype or value.shape != entry.shape:
-          raise TypeError(
-            f'{entry.name} was announced as {entry.dtype}{entry.shape} but '
-            f'is {value.dtype}{value.shape}'
-          )
-        # NumPy lends no buffer of a dtype it does not know.
-        f.write(value.reshape(-1).view(np.uint8))
+        f.write(_bytes(entry))
         bar.update(entry.nbytes)
       f.flush()
       if '://' not in os.fspath(partial):
@@ -170,16 +173,25 @@ class TensorWriter:
       for entry in shard:
         f.seek(infos[entry.name].start)
         there = np.frombuffer(f.read(entry.nbytes), np.uint8)
-        value = np.ascontiguousarray(entry.read())
-        if not np.array_equal(there, value.reshape(-1).view(np.uint8)):
+        if not np.array_equal(there, _bytes(entry)):
           different.append(entry.name)
+        del there  # before the next one is read
         done(entry.nbytes)
     return different
 
 
-def _deal(
-  entries: Sequence[Entry], max_bytes: int
-) -> dict[str, list[Entry]]:
+def _bytes(entry: Entry) -> np.ndarray:
+  """The bytes of a value; NumPy lends none of a dtype it does not know."""
+  value = np.ascontiguousarray(entry.read())
+  if value.dtype != entry.dtype or value.shape != entry.shape:
+    raise TypeError(
+      f'{entry.name} was announced as {entry.dtype}{entry.shape} but is '
+      f'{value.dtype}{value.shape}'
+    )
+  return value.reshape(-1).view(np.uint8)
+
+
+def _deal(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
   """Entries by file name, filled in order."""
   shards: list[list[Entry]] = [[]]
   size = 0
@@ -224,6 +236,4 @@ def _header(shard: list[Entry]) -> bytes:
 
 def _bar(what: str, nbytes: int) -> tqdm:
   """A progress bar; disable=None keeps it off where stderr is no terminal."""
-  return tqdm(
-    total=nbytes, desc=what, unit='B', unit_scale=True, disable=None
-  )
+  return tqdm(total=nbytes, desc=what, unit='B', unit_scale=True, disable=None)

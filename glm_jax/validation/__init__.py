@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from etils import epath
 
-from glm_jax.config import ModelConfig
+from glm_jax.config import ModelConfig, config_from_published
 from glm_jax.validation.record import Record, Writer
 from glm_jax.validation.result import Result
 from glm_jax.validation.run import Run
@@ -46,7 +48,8 @@ def validate(
     path: checkpoint directory in the published format.
     tokens: ids of one sequence; None takes the record's, or seeded random
       ids that are longer than `index_topk`.
-    dtype: 'float32' or 'bfloat16', of weights and arithmetic.
+    dtype: of weights and arithmetic: 'float32', 'bfloat16', or 'auto' (the
+      config's). In bfloat16 each layer is given the reference's input.
     layers: trunk layers to compare, each on the reference's input; None
       compares all of them, carrying on each side's own hidden state.
     record: directory to write the reference to (or, with `framework` alone,
@@ -65,8 +68,7 @@ def validate(
     ImportError: PyTorch is needed and not installed.
   """
   log = log or (lambda line: print(line, file=sys.stderr, flush=True))
-  if dtype not in ('float32', 'bfloat16'):
-    raise ValueError(f"{dtype=} must be 'float32' or 'bfloat16'")
+  dtype = _resolve_dtype(dtype, path)
   if framework not in (None, *FRAMEWORKS):
     raise ValueError(f'{framework=} must be one of {FRAMEWORKS}')
   if framework and not (record or against):
@@ -110,6 +112,16 @@ def default_tokens(
     + ('' if count > topk else ': nothing is pruned, selection is untested')
   )
   return rng.integers(0, config.vocab_size, count)
+
+
+def _resolve_dtype(dtype: str, path) -> str:
+  if dtype == 'auto':
+    raw = (epath.Path(path) / 'config.json').read_text()
+    return config_from_published(json.loads(raw)).dtype
+  resolved = {'f32': 'float32', 'bf16': 'bfloat16'}.get(dtype, dtype)
+  if resolved not in ('float32', 'bfloat16'):
+    raise ValueError(f"{dtype=} must be 'float32', 'bfloat16' or 'auto'")
+  return resolved
 
 
 def _open(framework: str, path, dtype: str) -> Side:

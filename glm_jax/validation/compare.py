@@ -38,12 +38,15 @@ class Tolerance:
   logits: float
 
 
-# float32 sums of a few thousand products in another order differ by 1e-6;
-# the layers amplify that (measured: tests/model/parity_test.py).
+# Sums of products in another order differ by 1e-6 a layer, which the layers
+# above amplify: at most 2e-5 (layers) and 6e-5 (logits) on the twelve models
+# of tests/model/parity_test.py.
 FLOAT32 = Tolerance(selection=1e-5, experts=1e-5, layer=2e-4, logits=2e-4)
-# bfloat16 rounds each product's result to 2^-8, and transformers rotates and
-# normalises in bfloat16 where this code uses float32.
-BFLOAT16 = Tolerance(selection=5e-2, experts=5e-2, layer=1e-1, logits=5e-1)
+# Each side rounds every product to 2^-8, and transformers also rotates and
+# normalises in bfloat16 where this code uses float32. Twice the largest
+# errors of one layer on the same models: attention 0.034, MLP 0.056, keys
+# 0.021, experts 0.005 and logits 0.045. Each side is that far from float32.
+BFLOAT16 = Tolerance(selection=5e-2, experts=2e-2, layer=1e-1, logits=1e-1)
 
 
 @dataclasses.dataclass(frozen=True)

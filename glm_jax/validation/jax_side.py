@@ -19,7 +19,7 @@ import numpy as np
 
 from glm_jax.block import LayerIds, StepContext
 from glm_jax.cache import init_cache, make_rows
-from glm_jax.checkpoints import PublishedCheckpoint
+from glm_jax.checkpoints.published import PublishedCheckpoint
 from glm_jax.config import DENSE, FULL, ModelConfig
 from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan
@@ -79,7 +79,7 @@ class JaxSide:
   def embed(self, tokens: np.ndarray) -> np.ndarray:
     """[T, D] float32 embeddings."""
     top = self._top()
-    return _numpy(top.embed[jnp.asarray(tokens, jnp.int32)])
+    return _numpy(top.embed[...][jnp.asarray(tokens, jnp.int32)])
 
   @contextlib.contextmanager
   def layer(self, layer: int) -> Iterator[RunLayer]:

@@ -7,12 +7,16 @@ never jax.
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
 # Small enough for seconds on a CPU, and yet: the real sharing pattern, 32
 # index heads, and an index_topk far below the prompts it is tried on.
@@ -50,6 +54,7 @@ def write_random_checkpoint(
   seed: int,
   overrides: Mapping[str, Any] | None = None,
   *,
+  mtp: bool = False,
   dtype: torch.dtype = torch.float32,
 ) -> None:
   """Writes a checkpoint whose every parameter is random.
@@ -62,20 +67,67 @@ def write_random_checkpoint(
     directory: where to write; made if missing.
     seed: of all weights.
     overrides: config keys that differ from `SMALL`.
-    dtype: of the weights written.
+    mtp: add layer N, the drafter, which transformers itself leaves out.
+    dtype: of the weights written; the correction bias stays float32.
   """
   config = transformers.GlmMoeDsaConfig(**{**SMALL, **(overrides or {})})
   torch.manual_seed(seed)
   model = transformers.GlmMoeDsaForCausalLM(config)
+  _randomise(model)
+  _to(model, dtype)
+  model.save_pretrained(directory)
+  if mtp:
+    _add_drafter(directory, config, dtype)
+
+
+def _randomise(module: torch.nn.Module) -> None:
   with torch.no_grad():
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
       if name.endswith(('norm.weight', 'layernorm.weight')):
         value.copy_(1 + 0.2 * torch.randn_like(value))
       elif name.endswith(('k_norm.bias', 'e_score_correction_bias')):
         value.copy_(0.2 * torch.randn_like(value))
-  model.to(dtype)
-  for module in model.modules():
-    bias = getattr(module, 'e_score_correction_bias', None)
+
+
+def _to(module: torch.nn.Module, dtype: torch.dtype) -> None:
+  module.to(dtype)
+  for part in module.modules():
+    bias = getattr(part, 'e_score_correction_bias', None)
     if bias is not None:
-      module.e_score_correction_bias = bias.float()  # F32 in every checkpoint
-  model.save_pretrained(directory)
+      part.e_score_correction_bias = bias.float()  # F32 in every checkpoint
+
+
+def _add_drafter(directory, config, dtype) -> None:
+  """Adds layer N's tensors to the one file that transformers wrote."""
+  n, D = config.num_hidden_layers, config.hidden_size
+  grown = copy.deepcopy(config)
+  grown.indexer_types = [*config.indexer_types, 'full']
+  grown.mlp_layer_types = [*config.mlp_layer_types, 'sparse']
+  layer = modeling_glm_moe_dsa.GlmMoeDsaDecoderLayer(grown, n)
+  with torch.no_grad():
+    for value in layer.parameters():
+      value.normal_(0, config.initializer_range)
+  _randomise(layer)
+  _to(layer, dtype)
+  state = layer.state_dict()
+  for e, weight in enumerate(state.pop('mlp.experts.gate_up_proj')):
+    gate, up = weight.chunk(2)
+    state[f'mlp.experts.{e}.gate_proj.weight'] = gate.contiguous()
+    state[f'mlp.experts.{e}.up_proj.weight'] = up.contiguous()
+  for e, weight in enumerate(state.pop('mlp.experts.down_proj')):
+    state[f'mlp.experts.{e}.down_proj.weight'] = weight.contiguous()
+  # Post-norm and pre-norm hidden states must differ visibly (fault 33).
+  for name in ('enorm', 'hnorm', 'shared_head.norm'):
+    state[f'{name}.weight'] = (0.9 + 0.5 * torch.randn(D)).to(dtype)
+  std = config.initializer_range
+  state['eh_proj.weight'] = (std * torch.randn(D, 2 * D)).to(dtype)
+  path = os.path.join(directory, 'model.safetensors')
+  tensors = safetensors.torch.load_file(path)
+  tensors |= {f'model.layers.{n}.{k}': v for k, v in state.items()}
+  safetensors.torch.save_file(tensors, path, metadata={'format': 'pt'})
+  path = os.path.join(directory, 'config.json')
+  with open(path) as f:
+    published = json.load(f)
+  published['num_nextn_predict_layers'] = 1
+  with open(path, 'w') as f:
+    json.dump(published, f, indent=2)

@@ -53,6 +53,8 @@ class Result:
 
   def table(self) -> str:
     """One line a layer, then the verdict."""
+    if not self.layers:
+      return f'recorded {self.num_tokens} tokens in {self.record}'
     head = ('layer', 'select', 'attention', 'mlp', 'hidden', 'verdict')
     lines = [' '.join(f'{name:>9}' for name in head)]
     for r in self.layers:
@@ -67,8 +69,6 @@ class Result:
     return '\n'.join(lines)
 
   def _summary(self) -> list[str]:
-    if not self.layers:
-      return [f'recorded {self.num_tokens} tokens in {self.record}']
     lines = [
       f'tensors: largest error in a row over its largest value, allowed '
       f'{self.tolerance.layer:g}',

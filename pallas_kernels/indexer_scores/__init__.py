@@ -59,6 +59,7 @@ def indexer_scores(
   row_seq: jax.Array,
   row_pos: jax.Array,
   *,
+  first: int = 0,
   shard=None,
   implementation: str | None = None,
 ) -> jax.Array:
@@ -74,12 +75,13 @@ def indexer_scores(
       the pool counts as none, and debug mode raises for it.
     row_seq: [T] int32 sequence of each row.
     row_pos: [T] int32 position of each row, -1 for a padding row.
+    first: lowest visible position; the drafter's pool has no row at 0.
     shard: the caller's part of a token-sharded pool; not on one device.
     implementation: None, 'xla' or 'reference'.
 
   Returns:
-    [T, n * 64] float32; -inf at positions above `row_pos` and where there
-    is no page. Keys that are not visible may hold NaN.
+    [T, n * 64] float32; -inf at positions below `first` or above `row_pos`
+    and where there is no page. Keys that are not visible may hold NaN.
 
   Raises:
     ValueError: wrong shapes or dtypes.
@@ -93,4 +95,4 @@ def indexer_scores(
   choice = choose('indexer_scores', implementation, AVAILABLE)
   page_table = within_pool(page_table, key_pages.shape[0], 'page')
   args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
-  return AVAILABLE[choice.implementation](*args)
+  return AVAILABLE[choice.implementation](*args, first=first)

@@ -21,6 +21,8 @@ def indexer_scores(
   page_table: jax.Array,  # [B, n] int32, -1 where there is no page
   row_seq: jax.Array,  # [T] int32
   row_pos: jax.Array,  # [T] int32, -1 for a padding row
+  *,
+  first: int = 0,
 ) -> jax.Array:  # [T, S] f32
   """See the public call."""
   T, page = q.shape[0], key_pages.shape[1]
@@ -34,5 +36,6 @@ def indexer_scores(
     scales = key_scales[jnp.maximum(pages_Tn, 0)]
     scores_TS = scores_TS * scales.reshape(scores_TS.shape)
   here = jnp.repeat(pages_Tn >= 0, page, axis=1)
-  past = jnp.arange(scores_TS.shape[1])[None] <= row_pos[:, None]
-  return jnp.where(here & past, scores_TS, -jnp.inf)
+  pos = jnp.arange(scores_TS.shape[1])[None]
+  seen = here & (pos >= first) & (pos <= row_pos[:, None])
+  return jnp.where(seen, scores_TS, -jnp.inf)

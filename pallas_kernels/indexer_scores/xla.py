@@ -25,6 +25,8 @@ def indexer_scores(
   page_table: jax.Array,  # [B, n] int32
   row_seq: jax.Array,  # [T] int32
   row_pos: jax.Array,  # [T] int32
+  *,
+  first: int = 0,
 ) -> jax.Array:  # [T, S] f32
   """See the public call."""
   T = q.shape[0]
@@ -48,7 +50,8 @@ def indexer_scores(
       scores = scores * key_scales[at].reshape(scores.shape)
     pos = start * page + jnp.arange(_CHUNK * page)[None]
     here = jnp.repeat(pages >= 0, page, axis=1)
-    return jnp.where(here & (pos <= row_pos[:, None]), scores, -jnp.inf)
+    seen = here & (pos >= first) & (pos <= row_pos[:, None])
+    return jnp.where(seen, scores, -jnp.inf)
 
   starts = jnp.arange(0, padded, _CHUNK, dtype=jnp.int32)
   scores = lax.map(score, (starts, chunks))  # [chunks, T, keys]

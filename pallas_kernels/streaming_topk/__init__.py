@@ -29,6 +29,7 @@ def streaming_topk(
   row_pos: jax.Array,
   k: int,
   *,
+  first: int = 0,
   shard=None,
   implementation: str | None = None,
   block_bytes: int = BLOCK_BYTES,
@@ -48,6 +49,7 @@ def streaming_topk(
     row_seq: see above.
     row_pos: see above.
     k: keys wanted a row.
+    first: lowest visible position, as in `indexer_scores`.
     shard: the caller's part of a token-sharded pool; not on one device.
     implementation: None, 'xla' or 'reference'.
     block_bytes: bytes of scores that may exist at once ('xla').
@@ -72,5 +74,5 @@ def streaming_topk(
   page_table = within_pool(page_table, key_pages.shape[0], 'page')
   args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
   if choice.implementation == 'xla':
-    return xla.streaming_topk(*args, k, block_bytes=block_bytes)
-  return AVAILABLE[choice.implementation](*args, k)
+    return xla.streaming_topk(*args, k, first=first, block_bytes=block_bytes)
+  return AVAILABLE[choice.implementation](*args, k, first=first)

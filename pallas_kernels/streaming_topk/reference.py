@@ -39,11 +39,13 @@ def streaming_topk(
   row_seq: jax.Array,  # [T] int32
   row_pos: jax.Array,  # [T] int32
   k: int,
+  *,
+  first: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # [T, k] int32, [T, k] f32
   """See the public call."""
   scores_TS = comparable(
     scores_reference.indexer_scores(
-      q, w, key_pages, key_scales, page_table, row_seq, row_pos
+      q, w, key_pages, key_scales, page_table, row_seq, row_pos, first=first
     )
   )
   missing = max(k - scores_TS.shape[1], 0)

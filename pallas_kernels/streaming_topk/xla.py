@@ -31,6 +31,7 @@ def streaming_topk(
   row_pos: jax.Array,  # [T] int32
   k: int,
   *,
+  first: int = 0,
   block_bytes: int,
 ) -> tuple[jax.Array, jax.Array]:  # [T, k] int32, [T, k] f32
   """See the public call."""
@@ -40,7 +41,14 @@ def streaming_topk(
   def select(q, w, row_seq, row_pos):
     scores = comparable(
       scores_xla.indexer_scores(
-        q, w, key_pages, key_scales, page_table, row_seq, row_pos
+        q,
+        w,
+        key_pages,
+        key_scales,
+        page_table,
+        row_seq,
+        row_pos,
+        first=first,
       )
     )
     # `lax.top_k` gives equal values in the order of their positions.

@@ -199,6 +199,10 @@ def randomise(model: torch.nn.Module) -> None:
         p.copy_(1 + 0.2 * torch.randn_like(p))
       elif name.endswith('k_norm.bias'):
         p.copy_(0.5 * torch.randn_like(p))
+      elif name.endswith('embed_tokens.weight'):
+        # The padding id's row is zeros: all its index scores would be 0, and
+        # which of equal keys torch takes is anyone's guess.
+        p.normal_(std=float(p.std()))
     for name, p in model.named_buffers():
       if name.endswith('e_score_correction_bias'):
         p.copy_(0.2 * torch.randn_like(p))

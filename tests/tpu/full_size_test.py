@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from glm_jax import presets
 from glm_jax.cache import init_cache
-from glm_jax.generate import DecodeState, decode_step, prefill_step
+from glm_jax.decoding import DecodeState, decode_step, prefill_step
 from glm_jax.model import abstract_model
 from glm_jax.plan import LocalPlan
 from glm_jax.sampling import sampling_params

@@ -1,0 +1,109 @@
+"""Holds this repo's model against PyTorch transformers, layer by layer.
+
+  python launch/validate.py --model=DIR                    both, in one process
+  python launch/validate.py --model=DIR --framework=torch --record=REF
+  python launch/validate.py --model=DIR --against=REF      elsewhere, no torch
+  python launch/validate.py --model=DIR --layers=0,6,77    these layers alone
+
+Prints a line a layer and exits with 1 if the two part, naming the first layer
+and tensor. Layers are streamed: memory holds one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+
+from absl import flags
+from etils import epath
+
+from glm_jax import cli
+
+_MODEL = flags.DEFINE_string(
+  'model', None, 'Checkpoint directory in the published format.'
+)
+_TOKENS = flags.DEFINE_string(
+  'tokens',
+  None,
+  "JSON file with a list of token ids. Default: the record's, or random ids, "
+  'more of them than index_topk.',
+)
+_FRAMEWORK = flags.DEFINE_enum(
+  'framework',
+  None,
+  ['torch', 'jax'],
+  'Run this one only, with --record or --against. Default: both, or the one '
+  'that the record is not of.',
+)
+_RECORD = flags.DEFINE_string(
+  'record', None, 'Directory to write the reference run to.'
+)
+_AGAINST = flags.DEFINE_string(
+  'against', None, 'Recorded run to compare with.'
+)
+_LAYERS = flags.DEFINE_list(
+  'layers',
+  None,
+  "Layers to compare, each on the reference's input. Default: all, carrying "
+  'errors on.',
+)
+_DTYPE = flags.DEFINE_string(
+  'dtype',
+  'float32',
+  "Of weights and arithmetic: 'float32', 'bfloat16' or 'auto' (the config's).",
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the random ids.')
+_JSON = flags.DEFINE_string('json', None, 'Write the result to this file.')
+
+
+def read_tokens(path: str) -> list[int]:
+  """Token ids of a JSON file that holds one list."""
+  try:
+    ids = json.loads(epath.Path(path).expanduser().read_text())
+  except json.JSONDecodeError as error:
+    raise cli.UserError(f'--tokens={path} is not JSON: {error}') from None
+  if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
+    ids = ids[0]
+  whole = lambda i: isinstance(i, int) and not isinstance(i, bool)
+  if not isinstance(ids, list) or not ids or not all(map(whole, ids)):
+    raise cli.UserError(f'--tokens={path} must hold a list of integers')
+  return ids
+
+
+def read_layers(names: list[str] | None) -> list[int] | None:
+  """Layer numbers of the flag."""
+  if names is None:
+    return None
+  try:
+    return [int(name) for name in names]
+  except ValueError:
+    raise cli.UserError(
+      f'--layers={",".join(names)} must be numbers, as in --layers=0,6,77'
+    ) from None
+
+
+def main() -> bool:
+  if not _MODEL.value:
+    raise cli.UserError('--model=DIR is needed: a checkpoint directory')
+  path = cli.resolve_model_path(_MODEL.value)
+  tokens = read_tokens(_TOKENS.value) if _TOKENS.value else None
+  from glm_jax.validation import validate
+
+  result = validate(
+    path,
+    tokens,
+    dtype=_DTYPE.value,
+    layers=read_layers(_LAYERS.value),
+    record=_RECORD.value,
+    against=_AGAINST.value,
+    framework=_FRAMEWORK.value,
+    seed=_SEED.value,
+    log=cli.log,
+  )
+  print(result.table())
+  if _JSON.value:
+    cli.write_json(_JSON.value, result)
+  return result.passed
+
+
+if __name__ == '__main__':
+  cli.run(main)
