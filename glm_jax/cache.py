@@ -100,9 +100,7 @@ class Rows:
   page_table: jax.Array
 
 
-def make_rows(
-  seq: jax.Array, pos: jax.Array, page_table: jax.Array
-) -> Rows:
+def make_rows(seq: jax.Array, pos: jax.Array, page_table: jax.Array) -> Rows:
   """Finds the slots of (sequence, position) pairs.
 
   Args:

@@ -132,15 +132,11 @@ def index_pattern(config: dict[str, Any]) -> tuple[str, ...]:
   """
   n = _get(config, 'num_hidden_layers', 78)
   found: dict[str, tuple[str, ...]] = {}
-  types = config.get('indexer_types')
-  if types is not None:
+  if (types := config.get('indexer_types')) is not None:
     found['indexer_types'] = tuple(types)
-  pattern = config.get('index_topk_pattern')
-  if pattern is not None:
+  if (pattern := config.get('index_topk_pattern')) is not None:
     letters = {'F': FULL, 'S': SHARED}
     found['index_topk_pattern'] = tuple(letters.get(c, c) for c in pattern)
-  keys = [k for k in ('index_topk_freq', 'index_skip_topk_offset')
-          if config.get(k) is not None]  # fmt: skip
   freq = _get(config, 'index_topk_freq', 4)
   offset = _get(config, 'index_skip_topk_offset', 3)
   if freq < 1 or offset < 0:
@@ -152,7 +148,8 @@ def index_pattern(config: dict[str, Any]) -> tuple[str, ...]:
     FULL if max(i - offset + 1, 0) % freq == 0 else SHARED for i in range(n)
   )
   # Half of a rule cannot contradict a list: the other half is our default.
-  if len(keys) == 2:
+  keys = ('index_topk_freq', 'index_skip_topk_offset')
+  if None not in map(config.get, keys):
     found['+'.join(keys)] = rule
   for name, kinds in found.items():
     bad = sorted({str(k) for k in kinds} - {FULL, SHARED})
@@ -202,7 +199,6 @@ def config_from_published(config: dict[str, Any]) -> ModelConfig:
   eps = _get(config, 'rms_norm_eps', 1e-5)
   eos = config.get('eos_token_id', ModelConfig.eos_token_ids)
   eos = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-  quant = config.get('quantization_config')
   return ModelConfig(
     vocab_size=_get(config, 'vocab_size', 154_880),
     hidden_size=_get(config, 'hidden_size', 6144),
@@ -237,15 +233,13 @@ def config_from_published(config: dict[str, Any]) -> ModelConfig:
     ),
     rms_norm_eps=eps,
     rope_theta=float(theta),
-    max_position_embeddings=_get(
-      config, 'max_position_embeddings', 1_048_576
-    ),
+    max_position_embeddings=_get(config, 'max_position_embeddings', 1_048_576),
     tie_word_embeddings=_get(config, 'tie_word_embeddings', False),
     initializer_range=_get(config, 'initializer_range', 0.02),
     eos_token_ids=tuple(e for e in eos if e is not None),
     pad_token_id=config.get('pad_token_id', 154_820),
     dtype=config.get('dtype') or config.get('torch_dtype') or 'bfloat16',
-    weight_block_size=_block_size(quant),
+    weight_block_size=_block_size(config.get('quantization_config')),
   )
 
 
@@ -321,10 +315,12 @@ _ONLY = {  # key -> the values this code implements
   'mlp_bias': (False,),
   'rope_interleave': (True,),
   'indexer_rope_interleave': (True,),
-  'attention_dropout': (0, 0.0),
+  'attention_dropout': (0,),
   'moe_router_dtype': ('float32', 'fp32'),
-  'dtype': ('bfloat16', 'float32', None),
-  'torch_dtype': ('bfloat16', 'float32', None),
+  'dtype': ('bfloat16', 'float32'),
+  'torch_dtype': ('bfloat16', 'float32'),
+  'num_nextn_predict_layers': (0, 1),  # one MTP layer drafts several steps
+  'partial_rotary_factor': (1,),  # the rotary width is qk_rope_head_dim
 }
 
 
@@ -335,12 +331,12 @@ def _get(config: dict[str, Any], key: str, default):
 
 def _reject_unsupported(config: dict[str, Any]) -> None:
   for key, allowed in _ONLY.items():
-    if key in config and config[key] is not None:
-      if config[key] not in allowed:
-        raise ValueError(
-          f'{key}={config[key]!r} is not supported: this code implements '
-          f'{", ".join(repr(a) for a in allowed if a is not None)} only'
-        )
+    value = config.get(key)
+    if value is not None and value not in allowed:
+      raise ValueError(
+        f'{key}={value!r} is not supported: this code implements '
+        f'{", ".join(map(repr, allowed))} only'
+      )
   rope = config.get('rope_parameters') or config.get('rope_scaling') or {}
   kind = _get(rope, 'rope_type', _get(rope, 'type', 'default'))
   if kind != 'default':
@@ -348,23 +344,12 @@ def _reject_unsupported(config: dict[str, Any]) -> None:
       f'rope_type={kind!r} is not supported: GLM-5 models rotate unscaled '
       "(rope_type='default')"
     )
-  if config.get('partial_rotary_factor', 1.0) not in (1, 1.0, None):
-    raise ValueError(
-      f'partial_rotary_factor={config["partial_rotary_factor"]} is not '
-      'supported: the rotary width is qk_rope_head_dim'
-    )
   nope = _get(config, 'qk_nope_head_dim', 192)
   rope_dim = _get(config, 'qk_rope_head_dim', 64)
   if _get(config, 'qk_head_dim', nope + rope_dim) != nope + rope_dim:
     raise ValueError(
       f'qk_head_dim={config["qk_head_dim"]} contradicts qk_nope_head_dim + '
       f'qk_rope_head_dim = {nope} + {rope_dim}: correct one of them'
-    )
-  mtp = _get(config, 'num_nextn_predict_layers', 0)
-  if mtp not in (0, 1):
-    raise ValueError(
-      f'num_nextn_predict_layers={mtp} is not supported: one MTP layer '
-      '(drafting several steps) or none'
     )
   layers = set(config.get('layer_types') or ()) - {'indexed_attention'}
   if layers:
@@ -375,10 +360,9 @@ def _reject_unsupported(config: dict[str, Any]) -> None:
 
 
 def _mlp_types(config: dict[str, Any], n: int) -> tuple[str, ...]:
-  dense = _get(config, 'first_k_dense_replace', 3)
+  dense = min(_get(config, 'first_k_dense_replace', 3), n)
   types = config.get('mlp_layer_types')
   if types is None:
-    dense = min(dense, n)
     return (DENSE,) * dense + (SPARSE,) * (n - dense)
   types = tuple(types)
   bad = sorted({str(t) for t in types} - {DENSE, SPARSE})
@@ -439,17 +423,11 @@ def _check(c: ModelConfig) -> None:
     unknown = sorted({str(k) for k in kinds} - set(known))
     if unknown:
       raise ValueError(f'layer types {unknown} are unknown: use {known}')
-  if c.moe.num_shared_experts < 0:
-    raise ValueError(
-      f'moe.num_shared_experts={c.moe.num_shared_experts} must not be '
-      'negative'
-    )
   groups = (('', c), ('mla.', c.mla), ('indexer.', c.indexer), ('moe.', c.moe))
   for prefix, part in groups:
     for field in dataclasses.fields(part):
-      value = getattr(part, field.name)
-      name = field.name
-      if name in ('pad_token_id', 'num_shared_experts'):
+      name, value = field.name, getattr(part, field.name)
+      if name == 'pad_token_id' or name == 'num_shared_experts' and value == 0:
         continue
       if isinstance(value, int | float) and not isinstance(value, bool):
         if not value > 0:

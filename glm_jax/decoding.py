@@ -33,6 +33,7 @@ PREFILL_CHUNK = 512
     'lengths',
     'last_token',
     'limits',
+    'eos',
     'done',
     'params',
   ],
@@ -48,6 +49,7 @@ class DecodeState:
     lengths: [B] int32 tokens of each sequence, prompt and new.
     last_token: [B] int32 the newest token, whose row is not cached yet.
     limits: [B] int32 tokens at which a sequence is finished.
+    eos: [E] int32 ids that finish a sequence; -1 stands for none.
     done: [B] bool; a finished sequence writes and changes nothing.
     params: how each sequence is sampled.
   """
@@ -57,6 +59,7 @@ class DecodeState:
   lengths: jax.Array
   last_token: jax.Array
   limits: jax.Array
+  eos: jax.Array
   done: jax.Array
   params: SamplingParams
 
@@ -99,15 +102,12 @@ def prefill_step(
   return cache
 
 
-@functools.partial(
-  jax.jit, static_argnames=('plan', 'eos'), donate_argnames='state'
-)
+@functools.partial(jax.jit, static_argnames='plan', donate_argnames='state')
 def decode_step(
   model: Model,
   state: DecodeState,
   *,
   plan: LocalPlan,
-  eos: tuple[int, ...] = (),
 ) -> tuple[DecodeState, jax.Array]:
   """Runs the newest token of each sequence and draws the next one.
 
@@ -115,7 +115,6 @@ def decode_step(
     model: the model.
     state: donated.
     plan: tiling, dispatch and placement.
-    eos: ids that finish a sequence.
 
   Returns:
     The next state, and [B, V] float32 logits of the step.
@@ -128,7 +127,7 @@ def decode_step(
   logits = head(model, hidden, plan)
   drawn = plan.rows(sample, logits, state.lengths, state.params)
   token = jnp.where(state.done, state.last_token, drawn)
-  ended = jnp.isin(token, jnp.asarray(eos, jnp.int32))
+  ended = jnp.isin(token, state.eos)
   state = dataclasses.replace(
     state,
     cache=cache,
@@ -149,6 +148,7 @@ def start(
   prefill_chunk: int = PREFILL_CHUNK,
   cache_dtype: str = 'auto',
   num_drafts: int = 0,
+  eos: Sequence[int] = (),
 ) -> DecodeState:
   """Prefills prompts of any lengths and returns the state to decode from.
 
@@ -161,6 +161,7 @@ def start(
     prefill_chunk: rows of one prefill step at most.
     cache_dtype: 'auto', 'bf16', 'f32' or 'fp8'.
     num_drafts: drafts of a round; their rows need room past the end.
+    eos: ids that finish a sequence.
 
   Returns:
     The state; all prompt tokens but the last one of each are cached.
@@ -202,6 +203,7 @@ def start(
     lengths=jnp.asarray(lengths),
     last_token=jnp.asarray([p[-1] for p in prompts], jnp.int32),
     limits=jnp.asarray(lengths + max_new_tokens),
+    eos=jnp.asarray(tuple(eos) or (-1,), jnp.int32),
     done=jnp.zeros(len(prompts), bool),
     params=params,
   )

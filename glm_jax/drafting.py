@@ -66,12 +66,14 @@ class Drafts(NamedTuple):
     q: [B, K, V] float32 probabilities they were drawn from.
     logits: [B, K, V] float32 before temperature and cuts.
     count: [B] int32 drafts that exist.
+    index_calls: scalar int32, times the indexer ran: 1 with sharing.
   """
 
   tokens: jax.Array
   q: jax.Array
   logits: jax.Array
   count: jax.Array
+  index_calls: jax.Array
 
 
 def drafter(model: Model) -> Mtp:
@@ -247,16 +249,16 @@ def draft(
   )
   # Each sequence goes on from its own newest verified row.
   newest = jnp.maximum(pending - 1, 0)
-  pick = lambda a: a.reshape(B, J, *a.shape[1:])[seq, newest]
-  selection = jax.tree.map(pick, selection)
+  selection = jax.tree.map(lambda a: newest_rows(a, newest), selection)
   last = jnp.where(pending > 0, position + newest, -1)
   count = jnp.where(last > 0, jnp.minimum(count, K), 0)
   out = _Steps(
     tokens=jnp.zeros((B, K), jnp.int32),
     q=jnp.zeros((B, K, model.config.vocab_size), jnp.float32),
     logits=jnp.zeros((B, K, model.config.vocab_size), jnp.float32),
-    hidden=pick(g),
+    hidden=newest_rows(g, newest),
     cache=cache,
+    index_calls=jnp.int32(1),
   )
   forced = jnp.full((B, K), -1, jnp.int32) if forced is None else forced
   propose = lambda j, out: _propose(
@@ -281,11 +283,24 @@ def draft(
       plan,
       frozen,
     )
-    return propose(j, out._replace(hidden=g, cache=cache))
+    calls = out.index_calls + (0 if options.share_index else 1)
+    out = out._replace(hidden=g, cache=cache, index_calls=calls)
+    return propose(j, out)
 
   # The longest count sets the number of steps, so few drafts cost few steps.
   out = jax.lax.fori_loop(1, jnp.max(count), step, out)
-  return Drafts(out.tokens, out.q, out.logits, count), out.cache
+  drafts = Drafts(out.tokens, out.q, out.logits, count, out.index_calls)
+  return drafts, out.cache
+
+
+def newest_rows(a: jax.Array, newest: jax.Array) -> jax.Array:
+  """Row `newest[b]` of each sequence: [B * J, ...] to [B, ...].
+
+  After a round sequences differ in how many rows they keep; a sequence's
+  first or last row is another token's (known fault 34).
+  """
+  B = newest.shape[0]
+  return a.reshape(B, -1, *a.shape[1:])[jnp.arange(B), newest]
 
 
 class _Steps(NamedTuple):
@@ -296,6 +311,7 @@ class _Steps(NamedTuple):
   logits: jax.Array  # [B, K, V]
   hidden: jax.Array  # [B, D]
   cache: Cache
+  index_calls: jax.Array
 
 
 def _propose(model, out, j, last, params, options, plan, forced):

@@ -27,11 +27,15 @@ class DraftStatistics:
     rounds: rounds of one sequence with at least one draft.
     drafted: [K] rounds that proposed a draft at each position.
     accepted: [K] rounds that accepted it.
+    passes: draft passes of the whole batch.
+    index_calls: times the drafter's indexer ran in them.
   """
 
   rounds: int
   drafted: tuple[int, ...]
   accepted: tuple[int, ...]
+  passes: int
+  index_calls: int
 
   @property
   def accept_length(self) -> float:
@@ -169,6 +173,7 @@ def generate(
     prefill_chunk=prefill_chunk,
     cache_dtype=cache_dtype,
     num_drafts=K,
+    eos=eos,
   )
   jax.block_until_ready(state)
   prefilled = time.perf_counter()
@@ -176,9 +181,9 @@ def generate(
   if K:
     share = model.config.mtp.share_index_and_kv
     options = draft_options or DraftOptions(share, share)
-    _speculate(model, state, out, K, tuple(eos), options, adaptive_drafts, plan)
+    _speculate(model, state, out, K, options, adaptive_drafts, plan)
   else:
-    _decode(model, state, out, tuple(eos), plan)
+    _decode(model, state, out, plan)
   seconds = time.perf_counter() - prefilled
   return GenerateOutput(
     out.tokens,
@@ -189,27 +194,27 @@ def generate(
   )
 
 
-def _decode(model, state: DecodeState, out: _Collector, eos, plan) -> None:
+def _decode(model, state: DecodeState, out: _Collector, plan) -> None:
   """Plain decoding until every sequence is done."""
   ones = np.ones(len(out.tokens), np.int32)
   while not out.done.all():
-    state, _ = decode_step(model, state, plan=plan, eos=eos)
+    state, _ = decode_step(model, state, plan=plan)
     token, done = jax.device_get((state.last_token, state.done))
     if out.add(token[:, None], ones * ~out.done, done).any():
       state = dataclasses.replace(state, done=jnp.asarray(out.done))
 
 
-def _speculate(model, state, out, K, eos, options, adaptive, plan) -> None:
+def _speculate(model, state, out, K, options, adaptive, plan) -> None:
   """Drafting rounds until every sequence is done."""
   state = start_drafting(model, state, K)
   while not out.done.all():
     state, round_ = speculative_step(
-      model, state, plan=plan, eos=eos, options=options, adaptive=adaptive
+      model, state, plan=plan, options=options, adaptive=adaptive
     )
-    tokens, count, drafted, accepted, done = jax.device_get(
-      (*round_[:4], state.decode.done)
+    tokens, count, drafted, accepted, index_calls, done = jax.device_get(
+      (*round_[:5], state.decode.done)
     )
-    out.count(drafted, accepted)
+    out.count(drafted, accepted, index_calls)
     if out.add(tokens, count, done).any():
       decode = dataclasses.replace(state.decode, done=jnp.asarray(out.done))
       state = dataclasses.replace(state, decode=decode)
@@ -225,7 +230,7 @@ class _Collector:
     self._longest = max((len(s) for s in self._stop), default=0)
     self._stopped = np.zeros(batch, bool)
     self._drafted, self._accepted = np.zeros((2, K), np.int64)
-    self._rounds = 0
+    self._rounds = self._passes = self._index_calls = 0
     self._streams = None
     if tokenizer is not None:
       self._streams = [TextStream(tokenizer) for _ in range(batch)]
@@ -254,8 +259,10 @@ class _Collector:
     for i in np.flatnonzero(count):
       yield i, tokens[i, : count[i]]
 
-  def count(self, drafted, accepted) -> None:
-    """Takes one round's draft counts [B]."""
+  def count(self, drafted, accepted, index_calls) -> None:
+    """Takes one round's draft counts [B] and indexer calls."""
+    self._passes += 1
+    self._index_calls += int(index_calls)
     steps = np.arange(len(self._drafted))
     self._rounds += int((drafted > 0).sum())
     self._drafted += (steps < drafted[:, None]).sum(0)
@@ -267,6 +274,8 @@ class _Collector:
       self._rounds,
       tuple(map(int, self._drafted)),
       tuple(map(int, self._accepted)),
+      self._passes,
+      self._index_calls,
     )
 
   def finish(self) -> list[str] | None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
@@ -21,7 +20,7 @@ from pallas_kernels import (
   streaming_topk,
   topk_gather_attention,
 )
-from pallas_kernels.tiling import map_row_blocks
+from pallas_kernels.tiling import map_row_blocks, within_pool
 
 ROW_TILE = 8
 
@@ -158,14 +157,10 @@ class LocalPlan:
     Returns:
       [T, N, R] attended latents.
     """
-    checkify.debug_check(
-      jnp.all(selection.slots < cache.slots_per_layer),
-      'slot {top} is beyond the pool of {size} slots a layer',
-      top=jnp.max(selection.slots),
-      size=jnp.int32(cache.slots_per_layer),
-    )
     offset = jnp.asarray(layer, jnp.int32) * cache.slots_per_layer
-    ids = jnp.where(selection.slots >= 0, selection.slots + offset, -1)
+    # Past one layer's pool lies the next layer's, so the check is here.
+    slots = within_pool(selection.slots, cache.slots_per_layer, 'slot')
+    ids = jnp.where(slots >= 0, slots + offset, -1)
     attend = lambda q, ids: topk_gather_attention(
       q,
       cache.latents,
@@ -181,11 +176,7 @@ class LocalPlan:
 
 def _pool_table(cache: Cache, page_table: jax.Array, index_slot) -> jax.Array:
   """The page table with the layer's offset in; -1 stays -1."""
-  checkify.debug_check(
-    jnp.all(page_table < cache.num_pages),
-    'page {top} is beyond the pool of {size} pages',
-    top=jnp.max(page_table),
-    size=jnp.int32(cache.num_pages),
-  )
+  # Past one layer's pool lies the next layer's, so the check is here.
+  pages = within_pool(page_table, cache.num_pages, 'page')
   offset = jnp.asarray(index_slot, jnp.int32) * cache.num_pages
-  return jnp.where(page_table >= 0, page_table + offset, -1)
+  return jnp.where(pages >= 0, pages + offset, -1)

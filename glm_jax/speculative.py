@@ -71,6 +71,7 @@ class Round(NamedTuple):
     count: [B] int32, 0 for a finished sequence.
     drafted: [B] int32 drafts proposed.
     accepted: [B] int32 drafts accepted.
+    index_calls: scalar int32, times the drafter's indexer ran.
     logits: [B, J, V] float32 of the verified rows.
   """
 
@@ -78,6 +79,7 @@ class Round(NamedTuple):
   count: jax.Array
   drafted: jax.Array
   accepted: jax.Array
+  index_calls: jax.Array
   logits: jax.Array
 
 
@@ -157,7 +159,7 @@ def verify(
 
 @functools.partial(
   jax.jit,
-  static_argnames=('plan', 'eos', 'options', 'adaptive'),
+  static_argnames=('plan', 'options', 'adaptive'),
   donate_argnames='state',
 )
 def speculative_step(
@@ -166,11 +168,10 @@ def speculative_step(
   forced: jax.Array | None = None,
   *,
   plan: LocalPlan,
-  eos: tuple[int, ...] = (),
   options: DraftOptions = DraftOptions(),
   adaptive: bool = False,
 ) -> tuple[SpeculativeState, Round]:
-  """One round for all sequences.
+  """One round for all sequences; what follows an eos is dropped.
 
   Args:
     model: the model, with its drafter.
@@ -178,7 +179,6 @@ def speculative_step(
     forced: [B, K] int32 proposals from elsewhere instead of the drafter's
       own draws, -1 for its own; their q is one-hot.
     plan: tiling, dispatch and placement.
-    eos: ids that finish a sequence; what follows one in a round is dropped.
     options: how drafts are made.
     adaptive: let finished rounds set the next draft count.
 
@@ -210,7 +210,7 @@ def speculative_step(
   logits, hidden, cache = verify(
     model, tokens, cache, old.page_table, position, drafts.count, plan
   )
-  new, count, accepted, ended = _accept(old, drafts, logits, eos, plan)
+  new, count, accepted, ended = _accept(old, drafts, logits, plan)
   cache = _keep_hidden(cache, old, hidden, position, count)
   newest = jnp.maximum(count - 1, 0)
   last = jnp.take_along_axis(new, newest[:, None], axis=1)[:, 0]
@@ -232,10 +232,13 @@ def speculative_step(
     pending=count,
     draft_count=wanted,
   )
-  return state, Round(new, count, drafts.count, accepted, logits)
+  done = Round(
+    new, count, drafts.count, accepted, drafts.index_calls, logits
+  )
+  return state, done
 
 
-def _accept(old: DecodeState, drafts: Drafts, logits, eos, plan):
+def _accept(old: DecodeState, drafts: Drafts, logits, plan):
   """New tokens [B, J], their count, drafts accepted, and who has ended."""
   B, J, V = logits.shape
   repeat = lambda a: jnp.repeat(a, J, axis=0)
@@ -260,7 +263,7 @@ def _accept(old: DecodeState, drafts: Drafts, logits, eos, plan):
     at == verdict.accepted[:, None], verdict.token[:, None], new
   )
   count = verdict.accepted + 1
-  is_eos = jnp.isin(new, jnp.asarray(eos, jnp.int32)) & (at < count[:, None])
+  is_eos = jnp.isin(new, old.eos) & (at < count[:, None])
   first = jnp.where(jnp.any(is_eos, 1), jnp.argmax(is_eos, axis=1) + 1, J + 1)
   count = jnp.minimum(count, first)
   ended = (first <= count) | (old.lengths + count >= old.limits)

@@ -42,6 +42,24 @@ _TOP_K = flags.DEFINE_integer('top_k', 0, 'Tokens kept; 0 keeps all.')
 _MIN_P = flags.DEFINE_float(
   'min_p', 0.0, 'Least probability relative to the best; 0 keeps all.'
 )
+_DRAFTS = flags.DEFINE_integer(
+  'num_speculative_tokens', 0, 'Drafts of a round, K; 0 decodes plainly.'
+)
+_ADAPTIVE = flags.DEFINE_bool(
+  'adaptive_drafts', False, 'Fewer drafts after rejections, up to K later.'
+)
+_GREEDY_DRAFTS = flags.DEFINE_bool(
+  'greedy_drafts', False, 'Draft the likeliest token instead of sampling q.'
+)
+_SHARE = flags.DEFINE_bool(
+  'share_draft_index_and_kv',
+  None,
+  "Later draft steps reuse the first one's index and rows; default: the "
+  "config's index_share_for_mtp_iteration.",
+)
+_ADVANCE = flags.DEFINE_bool(
+  'advance_draft_position', True, 'Rotate later draft queries one on each.'
+)
 _SEED = flags.DEFINE_integer('seed', 0, 'Prompt i is sampled with seed + i.')
 _STOP = flags.DEFINE_multi_string(
   'stop', [], 'Text that ends a sequence; may be repeated.'
@@ -118,6 +136,7 @@ def main() -> None:
     raise cli.UserError('--model=DIR is needed: a checkpoint directory')
   path = cli.resolve_model_path(_MODEL.value)
   from glm_jax import checkpoints, generate
+  from glm_jax.drafting import DraftOptions
   from glm_jax.plan import ROW_TILE, LocalPlan
   from glm_jax.text import Tokenizer, read_eos_token_ids
 
@@ -127,6 +146,9 @@ def main() -> None:
     path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value
   )
   eos = () if _IGNORE_EOS.value else read_eos_token_ids(path)
+  share = _SHARE.value
+  if share is None:
+    share = model.config.mtp.share_index_and_kv
   out = generate(
     model,
     prompts,
@@ -139,6 +161,11 @@ def main() -> None:
     eos_token_ids=eos,
     stop=_STOP.value,
     tokenizer=tokenizer,
+    num_speculative_tokens=_DRAFTS.value,
+    draft_options=DraftOptions(
+      share, share, _ADVANCE.value, _GREEDY_DRAFTS.value
+    ),
+    adaptive_drafts=_ADAPTIVE.value,
     prefill_chunk=_CHUNK.value,
     cache_dtype=_CACHE_DTYPE.value,
     plan=LocalPlan(row_tile=ROW_TILE if _DETERMINISTIC.value else None),
@@ -151,14 +178,25 @@ def main() -> None:
     f'prefill {old} tokens in {out.seconds_prefill:.2f} s, decode {new} '
     f'tokens in {out.seconds_decode:.2f} s (both with compilation)'
   )
+  drafts = out.drafts
+  if drafts is not None:
+    rates = ', '.join(
+      f'{a}/{d}' for a, d in zip(drafts.accepted, drafts.drafted)
+    )
+    cli.log(
+      f'accept length {drafts.accept_length:.2f}, with the bonus token '
+      f'{drafts.accept_length_with_bonus:.2f}; accepted by position {rates}; '
+      f'{drafts.index_calls} indexer calls in {drafts.passes} draft passes'
+    )
   if _JSON.value:
     cli.write_json(
       _JSON.value,
       {
         'tokens': out.tokens,
         'text': out.text,
-        'accept_length': None,
-        'accept_length_with_bonus': None,
+        'accept_length': drafts and drafts.accept_length,
+        'accept_length_with_bonus': drafts
+        and drafts.accept_length_with_bonus,
         'seconds_prefill': out.seconds_prefill,
         'seconds_decode': out.seconds_decode,
       },

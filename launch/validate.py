@@ -37,9 +37,7 @@ _FRAMEWORK = flags.DEFINE_enum(
 _RECORD = flags.DEFINE_string(
   'record', None, 'Directory to write the reference run to.'
 )
-_AGAINST = flags.DEFINE_string(
-  'against', None, 'Recorded run to compare with.'
-)
+_AGAINST = flags.DEFINE_string('against', None, 'Recorded run to compare with.')
 _LAYERS = flags.DEFINE_list(
   'layers',
   None,

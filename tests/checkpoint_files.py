@@ -13,7 +13,10 @@ import pathlib
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 import safetensors.numpy
+
+from glm_jax.checkpoints.names import model_leaves
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
@@ -152,7 +155,8 @@ def quantize(x: np.ndarray, block) -> tuple[np.ndarray, np.ndarray]:
   for i, j in np.ndindex(scales.shape):
     part = x[i * block[0] :, j * block[1] :][: block[0], : block[1]]
     amax = np.abs(part).max()
-    scales[i, j] = amax / F32.type(448) if amax > 0 else 1
+    # XLA divides by a constant as it multiplies by the reciprocal.
+    scales[i, j] = amax * (F32.type(1) / F32.type(448)) if amax > 0 else 1
   return np.clip(x / spread(scales, x.shape, block), -448, 448).astype(
     FP8
   ), scales
@@ -221,8 +225,18 @@ def write(
   return directory
 
 
-def by_name(model, leaves) -> dict[str, np.ndarray]:
+def raises(message: str, kind: type[Exception] = ValueError):
+  """A context in which `kind` must be raised with this message (a regex)."""
+  return pytest.raises(kind, match=message)
+
+
+def named(model) -> dict[str, np.ndarray]:
   """A model's tensors under their published names."""
+  return tensors_of(model, model_leaves(model, model.config))
+
+
+def tensors_of(model, leaves) -> dict[str, np.ndarray]:
+  """The tensors of modules whose parameters are `leaves`."""
   out = {}
   for leaf, array in zip(leaves, jax.tree.leaves(model), strict=True):
     array = np.asarray(array)

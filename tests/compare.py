@@ -66,9 +66,9 @@ def assert_close(
     at = np.unravel_index(int(excess.argmax()), a.shape)
     raise AssertionError(
       f'{name}: {int((excess > 0).sum())} of {a.size} elements differ, worst '
-      f'at {tuple(int(i) for i in at)}: {a[at]!r}, expected {e[at]!r} '
-      f'(difference {abs(a[at] - e[at]):.3g}, {atol=} {rtol=}); cosine '
-      f'difference {cosine_difference(a, e):.3g}'
+      f'at {tuple(int(i) for i in at)}: {float(a[at])}, expected '
+      f'{float(e[at])} (difference {abs(a[at] - e[at]):.3g}, {atol=} '
+      f'{rtol=}); cosine difference {cosine_difference(a, e):.3g}'
     )
 
 
@@ -151,6 +151,6 @@ def assert_same_selection(ours, theirs, scores, k: int) -> None:
         side = 'ours' if position in valid else 'theirs'
         raise AssertionError(
           f'row {t}: position {position} is selected by {side} only and '
-          f'scores {row[position]!r}, {gap:.3g} from the k-th score '
-          f'{threshold!r} (row scale {scale:.3g})'
+          f'scores {float(row[position])}, {gap:.3g} from the k-th score '
+          f'{float(threshold)} (row scale {scale:.3g})'
         )

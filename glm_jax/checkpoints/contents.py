@@ -222,7 +222,7 @@ def _faults(
     return [f'{name} has shape {list(info.shape)}, not {list(shape)}']
   if info.kind in _WIDE:
     if leaf.dtype == FP8 and not quantize:
-      return [f"{name} is {info.kind}, not {_FP8} (weight_dtype='fp8' rounds)"]
+      return [f'{name} is {info.kind}, not {_FP8}']
     return []
   if info.kind != _FP8:
     known = ', '.join((*_WIDE, _FP8))
@@ -250,10 +250,10 @@ def _faults(
 
 def _report(files, config, missing, surplus, wrong):
   """Raises one error that lists everything, if there is anything."""
-  faults = [f'missing {n}' for n in missing]
+  faults = [f'missing {n}' for n in sorted(missing)]
   faults += [f'surplus {n}' for n in sorted(surplus)]
   # A fused tensor is looked at once an expert.
-  faults += list(dict.fromkeys(wrong))
+  faults += sorted(set(wrong))
   if not faults:
     return
   n, hint = config.num_layers, ''
@@ -262,6 +262,8 @@ def _report(files, config, missing, surplus, wrong):
       f'; layer {n}, the drafter, is there in part: set '
       'num_nextn_predict_layers to 0 to do without it'
     )
+  if any(fault.endswith(f'not {_FP8}') for fault in wrong):
+    hint += "; weight_dtype='fp8' rounds such tensors"
   raise ValueError(
     f'{files.directory} does not match its config.json: {_some(faults)}'
     f'{hint}; download the rest or correct config.json'

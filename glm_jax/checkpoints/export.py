@@ -39,6 +39,7 @@ _TOKENIZER_FILES = (
   'chat_template.jinja',
 )
 _GENERATION = 'generation_config.json'
+_HOST = ('cpu',)  # platforms whose arrays NumPy sees without a copy
 _dynamic_slice = jax.jit(lax.dynamic_slice, static_argnums=2)
 
 
@@ -168,13 +169,23 @@ def host_part(array: jax.Array, index: Slices) -> np.ndarray:
     ]
     if all(start < stop for start, stop in overlap):
       starts = [a - start for (a, _), (start, _) in zip(overlap, spans)]
-      sizes = tuple(b - a for a, b in overlap)
+      sizes = [b - a for a, b in overlap]
       where = tuple(
         slice(a - s.start, b - s.start) for s, (a, b) in zip(index, overlap)
       )
-      # Starts are data: one program serves every tensor of this shape.
-      out[where] = _dynamic_slice(shard.data, starts, sizes)
+      out[where] = _fetch(shard.data, starts, tuple(sizes))
   return out
+
+
+def _fetch(
+  data: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]
+) -> np.ndarray:
+  """Copies a part of one device's data to the host, and no more than that."""
+  if data.devices().pop().platform in _HOST:
+    part = (slice(a, a + n) for a, n in zip(starts, sizes))
+    return np.asarray(data)[tuple(part)]
+  # Starts are data: one program serves every tensor of this shape.
+  return np.asarray(_dynamic_slice(data, list(starts), sizes))
 
 
 def tokenizer_files(

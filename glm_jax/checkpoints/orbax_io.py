@@ -29,6 +29,7 @@ from glm_jax.checkpoints.export import (
 )
 from glm_jax.checkpoints.names import SCALE_SUFFIX, Leaf, model_leaves
 from glm_jax.checkpoints.orbax_parts import (
+  FORMAT,
   MANIFEST,
   PART_BYTES,
   OrbaxWriter,
@@ -66,6 +67,11 @@ class OrbaxCheckpoint(WeightSource):
         f'{self.directory} has no {MANIFEST}: not a checkpoint of save_orbax'
       )
     manifest = read_json(self.directory / MANIFEST)
+    if manifest.get('format') != FORMAT:
+      raise ValueError(
+        f'{self.directory / MANIFEST} has format {manifest.get("format")}, '
+        f'not {FORMAT}: write the checkpoint again with this version'
+      )
     config = read_config(self.directory)
     own_head = 'mtp.head.kernel' in manifest['parameters']
     mtp = dataclasses.replace(config.mtp, own_head=own_head)
@@ -73,17 +79,14 @@ class OrbaxCheckpoint(WeightSource):
     self._leaves = {
       leaf.path: leaf for leaf in model_leaves(self.abstract(), self.config)
     }
-    there = {
-      path: (dtype, *shape)
-      for path, (dtype, *shape) in manifest['parameters'].items()
-    }
+    there = {k: tuple(x) for k, x in manifest['parameters'].items()}
     wanted = {k: (x.dtype.name, *x.shape) for k, x in self._leaves.items()}
     if there != wanted:
-      wrong = sorted(k for k, _ in set(there.items()) ^ set(wanted.items()))
+      wrong = sorted({k for k, _ in there.items() ^ wanted.items()})
       raise ValueError(
         f'{self.directory}: {MANIFEST} does not match config.json at '
-        f'{", ".join(dict.fromkeys(wrong[:20]))}: one of them was changed, '
-        'write the checkpoint again'
+        f'{", ".join(wrong[:20])}: one of them was changed, write the '
+        'checkpoint again'
       )
     self._pieces: dict[str, list[Piece]] = {}
     for path, start, stop, part in manifest['pieces']:
@@ -95,8 +98,8 @@ class OrbaxCheckpoint(WeightSource):
       for leaf in self._leaves.values()
       for place in np.ndindex(leaf.names.shape)
     }
-    # A matrix and its scales are read in turn.
-    self._restore = functools.lru_cache(2)(self._restore_piece)
+    # A matrix and its scales are read in turn, perhaps from two parts.
+    self._host_part = functools.lru_cache(2)(self._read_part)
 
   def check_model(self, leaves: Sequence[Leaf], weight_dtype: str = 'auto'):
     """Does nothing: opening the checkpoint compared it with its config."""
@@ -119,7 +122,7 @@ class OrbaxCheckpoint(WeightSource):
         break
     if place:
       place = (place[0] - start, *place[1:])
-    return self._restore(piece)[(*place, *index)]
+    return self._host_part(piece.part)[piece.key][(*place, *index)]
 
   def matrix(self, name: str) -> StoredMatrix:
     """A whole stored weight with its scales."""
@@ -139,7 +142,7 @@ class OrbaxCheckpoint(WeightSource):
       return super().place(leaf, sharding)
     pieces = self._pieces[leaf.path]
     restored = (
-      restore(self.directory / p.part, p, sharding).astype(leaf.dtype)
+      restore(self.directory / p.part, [p], [sharding])[0].astype(leaf.dtype)
       for p in pieces
     )
     if pieces[0].start is None:
@@ -153,10 +156,13 @@ class OrbaxCheckpoint(WeightSource):
   def close(self):
     """Lets go of buffers."""
     super().close()
-    self._restore.cache_clear()
+    self._host_part.cache_clear()
 
-  def _restore_piece(self, piece: Piece) -> np.ndarray:
-    return restore(self.directory / piece.part, piece, None)
+  def _read_part(self, part: str) -> dict[str, np.ndarray]:
+    """A whole part by key: about 2 GiB, or one layer's experts."""
+    pieces = [p for ps in self._pieces.values() for p in ps if p.part == part]
+    arrays = restore(self.directory / part, pieces)
+    return dict(zip((p.key for p in pieces), arrays))
 
 
 def save_orbax(

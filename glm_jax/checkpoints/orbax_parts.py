@@ -18,14 +18,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Sharding
-from tqdm import tqdm
 
 from glm_jax.checkpoints.names import Leaf
 from glm_jax.checkpoints.source import Slices
+from glm_jax.checkpoints.tensor_writer import byte_bar
 from glm_jax.checkpoints.unfinished import begin_save, finish_save, write_text
 from glm_jax.config import ModelConfig, config_to_published
 
 MANIFEST = 'glm_jax_orbax.json'
+FORMAT = 1  # of the manifest
 PART_BYTES = 2 << 30
 
 
@@ -132,7 +133,7 @@ class OrbaxWriter:
     for piece in pieces:
       self._parts.setdefault(piece.part, []).append(piece)
     self._manifest = {
-      'format': 1,
+      'format': FORMAT,
       'parameters': {x.path: [x.dtype.name, *x.shape] for x in leaves},
       'pieces': [(p.leaf.path, p.start, p.stop, p.part) for p in pieces],
     }
@@ -146,11 +147,11 @@ class OrbaxWriter:
   def write(self) -> int:
     """Writes what is missing; returns the number of parts it found whole."""
     found = 0
-    with _checkpointer() as checkpointer, _bar('writing', self.nbytes) as bar:
+    bar = byte_bar('writing', self.nbytes)
+    with bar, _checkpointer() as checkpointer:
       for part, pieces in self._parts.items():
         path = self.directory / part
-        # A part has its name only once it is whole.
-        if self._kept and path.exists():
+        if self._kept and _is_whole(path):
           found += 1
         else:
           tree = {p.key: self._read(p.leaf, p.index) for p in pieces}
@@ -164,7 +165,7 @@ class OrbaxWriter:
     A part with such a parameter is removed: the next run writes it again.
     """
     different = []
-    with _bar('verifying', self.nbytes) as bar:
+    with byte_bar('verifying', self.nbytes) as bar:
       for part, pieces in self._parts.items():
         wrong = []
         for piece in pieces:
@@ -184,7 +185,7 @@ class OrbaxWriter:
       finish_save(self.directory)
 
   def _is_right(self, piece: Piece) -> bool:
-    there = restore(self.directory / piece.part, piece, None)
+    (there,) = restore(self.directory / piece.part, [piece])
     value = np.asarray(self._read(piece.leaf, piece.index))
     return there.dtype == value.dtype and np.array_equal(
       np.ascontiguousarray(there).view(np.uint8),
@@ -192,33 +193,45 @@ class OrbaxWriter:
     )
 
 
+def _is_whole(path: epath.Path) -> bool:
+  # A bucket knows no atomic rename, so being there is not enough.
+  return path.exists() and ocp.utils.is_checkpoint_finalized(path)
+
+
 def restore(
-  path: epath.Path, piece: Piece, sharding: Sharding | None
-) -> np.ndarray | jax.Array:
-  """Reads one piece of a part.
+  path: epath.Path,
+  pieces: Sequence[Piece],
+  shardings: Sequence[Sharding] | None = None,
+) -> list[Any]:
+  """Reads pieces of one part.
 
   Args:
     path: the part.
-    piece: what to read.
-    sharding: of the result; None for a NumPy array.
+    pieces: what to read.
+    shardings: where to; None for NumPy arrays.
+
+  Returns:
+    One array a piece.
   """
-  how = ocp.RestoreArgs(restore_type=np.ndarray)
-  if sharding is not None:
-    how = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=piece.shape)
-  wanted = jax.ShapeDtypeStruct(piece.shape, piece.leaf.dtype)
+  how: Sequence[ocp.RestoreArgs]
+  if shardings is None:
+    how = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(pieces)
+  else:
+    how = [
+      ocp.ArrayRestoreArgs(sharding=sharding, global_shape=piece.shape)
+      for piece, sharding in zip(pieces, shardings)
+    ]
+  wanted = {p.key: jax.ShapeDtypeStruct(p.shape, p.leaf.dtype) for p in pieces}
   args = ocp.args.PyTreeRestore(
-    item={piece.key: wanted},
-    restore_args={piece.key: how},
+    item=wanted,
+    restore_args={p.key: h for p, h in zip(pieces, how)},
     partial_restore=True,
   )
   with _checkpointer() as checkpointer:
-    return checkpointer.restore(path, args=args)[piece.key]
+    restored = checkpointer.restore(path, args=args)
+  return [restored[p.key] for p in pieces]
 
 
 def _checkpointer() -> ocp.Checkpointer:
   # Weights do not compress; trying costs most of the time of a save.
   return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
-
-
-def _bar(what: str, nbytes: int) -> tqdm:
-  return tqdm(total=nbytes, desc=what, unit='B', unit_scale=True, disable=None)

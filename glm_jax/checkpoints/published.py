@@ -258,11 +258,14 @@ class PublishedCheckpoint(WeightSource):
 
   def _check_copies(self):
     """Compares copies with their originals, the first time it is called."""
-    for copy, original in self._contents.copies:
-      if not self._copies_equal and not same_bits(self.files, copy, original):
-        raise ValueError(
-          f'{self.directory}: {copy} differs from {original}, but the model '
-          'has one matrix for both: correct the checkpoint, or '
-          'tie_word_embeddings in config.json'
-        )
+    if self._copies_equal:
+      return
+    with self.files:
+      for copy, original in self._contents.copies:
+        if not same_bits(self.files, copy, original):
+          raise ValueError(
+            f'{self.directory}: {copy} differs from {original}, but the model '
+            'has one matrix for both: correct the checkpoint, or '
+            'tie_word_embeddings in config.json'
+          )
     self._copies_equal = True

@@ -98,7 +98,7 @@ class TensorWriter:
   def write(self) -> int:
     """Writes what is missing; returns the number of shards it found whole."""
     found = 0
-    with _bar('writing', self.nbytes) as bar:
+    with byte_bar('writing', self.nbytes) as bar:
       for file, shard in self.shards.items():
         if self.resumed and self._is_whole(file, shard):
           found += 1
@@ -113,7 +113,7 @@ class TensorWriter:
     A shard with such a tensor is removed: the next run writes it again.
     """
     different = []
-    with _bar('verifying', self.nbytes) as bar:
+    with byte_bar('verifying', self.nbytes) as bar:
       for file, shard in self.shards.items():
         wrong = self._compare(file, shard, bar.update)
         if wrong:
@@ -180,6 +180,11 @@ class TensorWriter:
     return different
 
 
+def byte_bar(what: str, nbytes: int) -> tqdm:
+  """A progress bar in bytes; disable=None: none unless stderr is a terminal."""
+  return tqdm(total=nbytes, desc=what, unit='B', unit_scale=True, disable=None)
+
+
 def _bytes(entry: Entry) -> np.ndarray:
   """The bytes of a value; NumPy lends none of a dtype it does not know."""
   value = np.ascontiguousarray(entry.read())
@@ -232,8 +237,3 @@ def _header(shard: list[Entry]) -> bytes:
   text = json.dumps(header, separators=(',', ':')).encode()
   text += b' ' * (-len(text) % 8)
   return struct.pack('<Q', len(text)) + text
-
-
-def _bar(what: str, nbytes: int) -> tqdm:
-  """A progress bar; disable=None keeps it off where stderr is no terminal."""
-  return tqdm(total=nbytes, desc=what, unit='B', unit_scale=True, disable=None)

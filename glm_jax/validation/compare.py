@@ -94,7 +94,12 @@ def set_violations(
   Returns:
     differ and violate, both [T] bool.
   """
-  differ = (np.sort(a, axis=1) != np.sort(b, axis=1)).any(axis=1)
+  width = max(a.shape[1], b.shape[1])
+  a, b = (
+    np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-1)
+    for s in (a, b)
+  )
+  differ = differing_rows(np.sort(a, axis=1), np.sort(b, axis=1))
   violate = differ.copy()
   if scores is None:
     return differ, violate
@@ -231,6 +236,4 @@ def compare_logits(
     gaps.append(a[row, ours] - a[row, theirs])
   allowed = tol.logits * max(1.0, scale / 10)
   unexcused = int((np.concatenate(gaps) > 2 * allowed).sum())
-  return LogitsResult(
-    worst, scale, agree / len(reference), unexcused, allowed
-  )
+  return LogitsResult(worst, scale, agree / len(reference), unexcused, allowed)

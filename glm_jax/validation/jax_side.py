@@ -2,7 +2,8 @@
 
 The rows of a layer run through its own one-layer paged cache a chunk at a
 time, as in serving, so that memory does not grow with the square of the
-context and what is validated is the path that serves.
+context and what is validated is the path that serves. The cache starts as
+NaN and its page 0, where unmasked -1 would lead, stays so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from glm_jax.block import LayerIds, StepContext
 from glm_jax.cache import init_cache, make_rows
 from glm_jax.checkpoints.published import PublishedCheckpoint
-from glm_jax.config import DENSE, FULL, ModelConfig
+from glm_jax.config import DENSE, FULL
 from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan
 from glm_jax.rope import rope_tables
@@ -107,9 +108,8 @@ class JaxSide:
     """Runs a loaded layer on [T, D] rows of one sequence."""
     T = len(x)
     pages = cdiv(T, PAGE)
-    kind = 'f32' if self.dtype == 'float32' else 'bf16'
-    cache = init_cache(self._one, pages, dtype=kind)
-    page_table = jnp.arange(pages, dtype=jnp.int32)[None]
+    cache = self._poisoned_cache(pages + 1)
+    page_table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
     capture = ('selected', 'attention', 'mlp', 'hidden')
     if full and selected is None and T <= self._keep_scores:
       capture += ('scores',)
@@ -117,17 +117,19 @@ class JaxSide:
     if selected is not None:
       given = _chunks(selected, fill=-1)
     positions = _chunks(np.arange(T, dtype=np.int32)[:, None], fill=-1)
+    c = self.config
     parts = []
     for rows, pos, chosen in zip(_chunks(x), positions, given):
+      pos = jnp.asarray(pos[:, 0])
       cache, captured = _step(
         block,
         experts,
         jnp.asarray(rows, self.dtype),
         cache,
         page_table,
-        jnp.asarray(pos[:, 0]),
+        pos,
+        rope_tables(pos, c.mla.qk_rope_head_dim, c.rope_theta),
         None if chosen is None else jnp.asarray(chosen),
-        config=self.config,
         full=full,
         plan=self._plan,
         capture=capture,
@@ -142,52 +144,70 @@ class JaxSide:
       joined['selected'] = selected
     return LayerTensors(layer=layer, input=x, **joined)
 
+  def _poisoned_cache(self, pages: int):
+    """A cache of NaN: what reads a row that was never written shows."""
+    kind = 'f32' if self.dtype == 'float32' else 'bf16'
+    cache = init_cache(self._one, pages, dtype=kind)
+    return jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), cache)
+
   def _top(self):
     return self._checkpoint.load_top(dtype=self.dtype)
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('config', 'full', 'plan', 'capture'),
-  donate_argnames=('cache',),
-)
-def _step(
+def layer_step(
   block,
   experts,
   x: jax.Array,
   cache,
   page_table: jax.Array,
   pos: jax.Array,
+  rotary: tuple[jax.Array, jax.Array],
   chosen: jax.Array | None,
   *,
-  config: ModelConfig,
   full: bool,
   plan: LocalPlan,
   capture: tuple[str, ...],
 ):
   """One chunk of rows through one layer, and how experts were chosen."""
   rows = make_rows(jnp.zeros_like(pos), pos, page_table)
-  cos, sin = rope_tables(pos, config.mla.qk_rope_head_dim, config.rope_theta)
-  step = StepContext(rows, cos, sin, plan, capture)
+  step = StepContext(rows, *rotary, plan, capture)
   carried = replay = None
   if full:
     replay = chosen
   elif chosen is not None:
     carried = plan.selection(rows, chosen)
-  _, cache, _, captured = block(
-    x, cache, carried, _IDS, experts, step, replay
-  )
-  if block.moe is not None:
-    normed = block.post_norm(x + captured['attention'])
-    router = block.moe.router
-    captured['experts'], _ = router(normed)
-    logits = dot(
-      'td,ed->te',
-      normed.astype(jnp.float32),
-      router.weight[...].astype(jnp.float32),
-    )
-    captured['choice'] = jax.nn.sigmoid(logits) + router.correction_bias[...]
+  watched = None if experts is None else _Watched(experts, block.moe.router)
+  _, cache, _, captured = block(x, cache, carried, _IDS, watched, step, replay)
+  if watched is not None:
+    captured |= watched.seen
   return cache, captured
+
+
+class _Watched:
+  """The experts of a layer, and what they were asked for."""
+
+  def __init__(self, experts, router):
+    self._experts, self._router = experts, router
+    self.seen: dict[str, jax.Array] = {}
+
+  def __call__(self, x, chosen, layer, plan):
+    wide = (x.astype(jnp.float32), self._router.weight[...])
+    logits = dot('td,ed->te', wide[0], wide[1].astype(jnp.float32))
+    bias = self._router.correction_bias[...]
+    self.seen = {'experts': chosen, 'choice': jax.nn.sigmoid(logits) + bias}
+    return self._experts(x, chosen, layer, plan)
+
+
+def compile_step():
+  """`layer_step` as an executable of its own, traced afresh."""
+  return jax.jit(
+    functools.partial(layer_step),
+    static_argnames=('full', 'plan', 'capture'),
+    donate_argnames='cache',
+  )
+
+
+_step = compile_step()
 
 
 @functools.partial(jax.jit, static_argnames='plan')

@@ -96,9 +96,7 @@ def make_result(
   record: str | None,
 ) -> Result:
   """Sums up comparisons; without any, the run was only recorded."""
-  parted = next(
-    (Parting(r.layer, r.parted) for r in layers if r.parted), None
-  )
+  parted = next((Parting(r.layer, r.parted) for r in layers if r.parted), None)
   if parted is None and logits is not None and not logits.passed:
     parted = Parting(None, 'logits')
   shares = [

@@ -121,20 +121,17 @@ def walk(
 def _run_full(run, x, reference):
   """A full layer's tensors and the selection that goes on."""
   out = run(x, None)
-  if reference is None or not differing_rows(
-    out.selected, reference.selected
-  ).any():
+  if (
+    reference is None
+    or not differing_rows(out.selected, reference.selected).any()
+  ):
     return out, out.selected
   replayed = run(x, reference.selected)
-  out = dataclasses.replace(
-    replayed, selected=out.selected, scores=out.scores
-  )
+  out = dataclasses.replace(replayed, selected=out.selected, scores=out.scores)
   return out, reference.selected
 
 
-def rejoin(
-  reference: LayerTensors | None, out: LayerTensors
-) -> np.ndarray:
+def rejoin(reference: LayerTensors | None, out: LayerTensors) -> np.ndarray:
   """Hidden states to go on with: the reference's where experts differ."""
   if reference is None or out.experts is None:
     return out.hidden
@@ -144,6 +141,8 @@ def rejoin(
 
 def differing_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
   """[T] True where two arrays of sorted sets [T, k] differ."""
+  if a.shape != b.shape:
+    return np.ones(len(a), bool)
   return (a != b).any(axis=1)
 
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_scale import BLOCK
 from pallas_kernels.dispatch import choose
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import backward, reference, xla
 
 AVAILABLE = {
   'reference': reference.grouped_matmul,
@@ -31,13 +33,16 @@ def grouped_matmul(
 ) -> jax.Array:
   """Multiplies sorted rows by their experts' weights; drops nothing.
 
+  Differentiable in x, and in weights that are not e4m3 (`backward.py`).
+
   Args:
     x: [M, D] rows sorted by expert.
     weights: [L, E, F, D] pool over layers: f32, bf16 or e4m3.
     scales: [L, E, f, d] float32 block scales of e4m3 weights, else None.
     layer: which layer of the pool, an int or a traced int32.
     group_sizes: [E] int32 rows of each expert; they sum to M.
-    tile: rows multiplied at once ('xla'); None for the average group.
+    tile: rows multiplied at once ('xla', and every backward pass); None for
+      the average group.
     scale_block: rows and columns that share one scale.
     implementation: None, 'xla' or 'reference'.
 
@@ -46,7 +51,8 @@ def grouped_matmul(
 
   Raises:
     ValueError: wrong shapes or dtypes.
-    NotImplementedError: the named implementation is not here.
+    NotImplementedError: the named implementation is not here, or e4m3
+      weights are differentiated.
   """
   M, D = x.shape
   _, E, _, width = weights.shape
@@ -61,8 +67,10 @@ def grouped_matmul(
       'others have none'
     )
   choice = choose('grouped_matmul', implementation, AVAILABLE)
-  args = (x, weights, scales, layer, group_sizes)
+  tile = xla.default_tile(M, E) if tile is None else tile
+  forward = AVAILABLE[choice.implementation]
   if choice.implementation == 'xla':
-    tile = xla.default_tile(M, E) if tile is None else tile
-    return xla.grouped_matmul(*args, scale_block=scale_block, tile=tile)
-  return AVAILABLE[choice.implementation](*args, scale_block=scale_block)
+    forward = functools.partial(forward, tile=tile)
+  layer, group_sizes = jnp.asarray(layer, jnp.int32), jnp.asarray(group_sizes)
+  args = (x, weights, scales, layer, group_sizes)
+  return backward.multiply(forward, scale_block, tile, *args)

@@ -44,10 +44,10 @@ def grouped_matmul(
   tiles = (group_sizes + tile - 1) // tile
   ends = jnp.cumsum(tiles)
   row_starts = jnp.cumsum(group_sizes) - group_sizes
-  layer = jnp.asarray(layer, jnp.int32)
+  layer, zero = jnp.asarray(layer, jnp.int32), jnp.int32(0)
 
   def weight(expert):
-    at = (layer, expert, 0, 0)
+    at = (layer, expert, zero, zero)
     w = lax.dynamic_slice(weights, at, (1, 1, F, D))[0, 0]
     if scales is None:
       return w
@@ -58,9 +58,9 @@ def grouped_matmul(
     expert = jnp.searchsorted(ends, i, side='right').astype(jnp.int32)
     within = i - (ends[expert] - tiles[expert])
     start = row_starts[expert] + within * tile
-    rows = lax.dynamic_slice(padded, (start, 0), (tile, D))
+    rows = lax.dynamic_slice(padded, (start, zero), (tile, D))
     y = dot('md,fd->mf', rows, weight(expert)).astype(x.dtype)
-    return lax.dynamic_update_slice(out, y, (start, 0))
+    return lax.dynamic_update_slice(out, y, (start, zero))
 
   out = jnp.zeros((M + tile, F), x.dtype)
   return lax.fori_loop(0, ends[-1], body, out)[:M]

@@ -37,7 +37,9 @@ def indexer_scores(
     page_table, ((0, 0), (0, padded - n)), constant_values=-1
   )[jnp.maximum(row_seq, 0)]
   chunks = pages_Tn.reshape(T, padded // _CHUNK, _CHUNK).swapaxes(0, 1)
-  compute = jnp.promote_types(q.dtype, jnp.bfloat16)
+  # fp8 keys are exact in bf16; nothing else is ever narrowed.
+  stored = jnp.bfloat16 if key_scales is not None else key_pages.dtype
+  compute = jnp.promote_types(q.dtype, stored)
 
   def score(chunk):
     start, pages = chunk

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.tiling import cdiv, within_pool
-from pallas_kernels.topk_gather_attention import reference, xla
+from pallas_kernels.topk_gather_attention import backward, reference, xla
 from pallas_kernels.topk_gather_attention.rows import SCALE_GROUP, decode_rows
 
 __all__ = ['SCALE_GROUP', 'decode_rows', 'topk_gather_attention']
@@ -60,6 +62,8 @@ def topk_gather_attention(
 ) -> tuple[jax.Array, jax.Array]:
   """Absorbed multi-head latent attention over selected rows.
 
+  Differentiable in q and in rows that are not records (`backward.py`).
+
   Args:
     q: [T, N, R + P] absorbed queries: latent part, then rotary part.
     rows: [M, W] pool of cached rows, f32, bf16 or uint8 records; W may
@@ -72,7 +76,8 @@ def topk_gather_attention(
       not the head's.
     latent_width: R.
     implementation: None, 'xla' or 'reference'.
-    block_bytes: bytes of gathered rows and logits at once ('xla').
+    block_bytes: bytes of gathered rows and logits at once ('xla', and every
+      backward pass).
 
   Returns:
     out: [T, N, R] in q's dtype; 0 for a row without any valid slot.
@@ -81,12 +86,13 @@ def topk_gather_attention(
 
   Raises:
     ValueError: wrong shapes or dtypes.
-    NotImplementedError: the named implementation is not here.
+    NotImplementedError: the named implementation is not here, or uint8
+      records are differentiated through.
   """
   _check(q, rows, row_scales, slots, latent_width)
   choice = choose('topk_gather_attention', implementation, AVAILABLE)
   args = (q, rows, row_scales, within_pool(slots, rows.shape[0], 'slot'))
-  kwargs = dict(scale=scale, latent_width=latent_width)
+  forward = AVAILABLE[choice.implementation]
   if choice.implementation == 'xla':
-    return xla.topk_gather_attention(*args, **kwargs, block_bytes=block_bytes)
-  return AVAILABLE[choice.implementation](*args, **kwargs)
+    forward = functools.partial(forward, block_bytes=block_bytes)
+  return backward.attend(forward, scale, latent_width, block_bytes, *args)

@@ -42,9 +42,11 @@ def topk_gather_attention(
       latent_width,
       width - latent_width,
     )
-    gathered = jnp.where(valid[:, :, None], gathered, 0)
+    # Queries are never rounded to a narrower cache.
+    wide = jnp.promote_types(q.dtype, gathered.dtype)
+    gathered = jnp.where(valid[:, :, None], gathered, 0).astype(wide)
     pad = gathered.shape[-1] - width
-    q = jnp.pad(q.astype(gathered.dtype), ((0, 0), (0, 0), (0, pad)))
+    q = jnp.pad(q.astype(wide), ((0, 0), (0, 0), (0, pad)))
     logits = dot('tnd,tkd->tnk', q, gathered) * scale
     logits = jnp.where(valid[:, None, :], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True)

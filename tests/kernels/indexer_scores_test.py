@@ -129,6 +129,19 @@ class IndexerScoresTest(parameterized.TestCase):
     np.testing.assert_array_equal(actual, np.full((3, 192), -np.inf))
 
   @parameterized.product(implementation=IMPLEMENTATIONS)
+  def test_first_visible_position(self, implementation):
+    """The drafter's pool has no row at 0: what lies there is NaN."""
+    args = list(make_case('f32', (70,), [(0, 69), (0, 1), (0, 0)], n=2))
+    first = int(args[4][0, 0])
+    args[2] = args[2].at[first, 0].set(jnp.nan)
+    expected = scores_f64(*args)
+    expected[:, 0] = -np.inf
+    actual = jax.jit(
+      functools.partial(indexer_scores, implementation=implementation, first=1)
+    )(*args)
+    assert_close(actual, expected, atol=3e-5, rtol=1e-5, name='scores')
+
+  @parameterized.product(implementation=IMPLEMENTATIONS)
   def test_no_rows(self, implementation):
     args = make_case('f32', (5,), [], n=1)
     self.assertEqual(RUN[implementation](*args).shape, (0, 64))

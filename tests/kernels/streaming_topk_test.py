@@ -232,9 +232,7 @@ class StreamingTopkTest(parameterized.TestCase):
     )
     error, (positions, _) = debug(*args)
     self.assertIsNone(error.get())
-    np.testing.assert_array_equal(
-      np.asarray(positions), [[60, 61, 62, 63]] * 9
-    )
+    np.testing.assert_array_equal(np.asarray(positions), [[60, 61, 62, 63]] * 9)
 
   @parameterized.product(implementation=IMPLEMENTATIONS)
   def test_infinite_scores(self, implementation):
@@ -248,6 +246,15 @@ class StreamingTopkTest(parameterized.TestCase):
   def test_no_visible_key(self, implementation):
     scores = [np.ones(64), np.zeros(0)]
     self.check(implementation, scores, [(0, -1), (1, 5), (0, 0)], 3)
+
+  @parameterized.product(implementation=IMPLEMENTATIONS)
+  def test_first_visible_position(self, implementation):
+    """Position 0 is never selected, not even to fill up."""
+    scores = np.arange(70.0)[::-1].copy()
+    args = case_from_scores([scores], None, order=[(0, 69), (0, 1), (0, 0)])
+    positions, _ = runner(implementation, first=1)(*args, k=3)
+    expected = [[1, 2, 3], [1, -1, -1], [-1, -1, -1]]
+    self.assertEqual(positions.tolist(), expected)
 
   @parameterized.product(implementation=IMPLEMENTATIONS)
   def test_no_rows(self, implementation):

@@ -36,6 +36,13 @@ write_rows_jit = jax.jit(write_rows)
 read_rows_jit = jax.jit(read_rows)
 write_keys_jit = jax.jit(write_index_keys)
 read_keys_jit = jax.jit(read_index_keys)
+make_rows_jit = jax.jit(make_rows)
+
+
+@jax.jit
+def write_both_jit(cache, layer, index_slot, slots, rows, keys):
+  cache = write_rows(cache, layer, slots, rows)
+  return write_index_keys(cache, index_slot, slots, keys)
 
 
 @functools.cache
@@ -178,7 +185,9 @@ class BytesTest(parameterized.TestCase):
       'fp8_e4m3': jnp.uint8,
     }
     for name, dtype in names.items():
-      cache = jax.eval_shape(lambda name=name: init_cache(tiny(), 1, dtype=name))
+      cache = jax.eval_shape(
+        lambda name=name: init_cache(tiny(), 1, dtype=name)
+      )
       self.assertEqual(cache.latents.dtype, dtype)
       self.assertEqual(cache.latent_scales is None, dtype != jnp.uint8)
       self.assertEqual(cache.index_scales is None, dtype != jnp.uint8)
@@ -220,13 +229,12 @@ class RowsTest(parameterized.TestCase):
   def test_known_fault_19_round_trip(self, dtype):
     """Written rows come back, through the host too; others are untouched."""
     rng = np.random.default_rng(1)
-    before = filled(init_cache(tiny(), 3, dtype=dtype))
-    slots = rng.permutation(3 * 64)[:20].astype(np.int32)
+    before = filled(init_cache(tiny(), 4, dtype=dtype))
+    slots = rng.permutation(4 * 64)[:20].astype(np.int32)
     slots[[4, 9]] = -1
     rows, keys = random_rows(rng, 20), random_rows(rng, 20, H)
     layer, index = 2, 1
-    cache = write_rows_jit(before, layer, slots, rows)
-    cache = write_keys_jit(cache, index, slots, keys)
+    cache = write_both_jit(before, layer, index, slots, rows, keys)
     host = jax.device_get(cache)
     self.assertIsInstance(host.latents, np.ndarray)
     for where, c in (('device', cache), ('restored', jax.device_put(host))):
@@ -264,7 +272,7 @@ class RowsTest(parameterized.TestCase):
   @parameterized.product(dtype=DTYPES)
   def test_layers_never_alias(self, dtype):
     """Every slot of every layer holds its own number."""
-    config, pages = tiny(), 2
+    config, pages = tiny(), 4
     plan = layer_plan(config)
     cache = poisoned(init_cache(config, pages, dtype=dtype))
     every = np.arange(pages * 64, dtype=np.int32)
@@ -280,7 +288,7 @@ class RowsTest(parameterized.TestCase):
     for layer in range(plan.num_latent_slots):
       back = np.asarray(read_rows_jit(cache, layer, every), np.float32)
       assert_close(
-        back[:, :R], np.full((128, R), layer + 1), atol=0, rtol=2**-8,
+        back[:, :R], np.full((256, R), layer + 1), atol=0, rtol=2**-8,
         name=f'latents of layer {layer}',
       )  # fmt: skip
       np.testing.assert_array_equal(back[:, R:], np.tile(every, (P, 1)).T)
@@ -353,8 +361,7 @@ class RowsTest(parameterized.TestCase):
     keys = np.zeros((2, H), np.float32)
     keys[1] = np.nan
     slots = np.int32([3, 4])
-    cache = write_rows_jit(cache, 0, slots, rows)
-    cache = write_keys_jit(cache, 0, slots, keys)
+    cache = write_both_jit(cache, 0, 0, slots, rows, keys)
     back = np.asarray(read_rows_jit(cache, 0, np.int32([3, 4, 5, -1])))
     nan = np.isnan(back.astype(np.float32)).all(axis=1)
     self.assertEqual(nan.tolist(), [False, True, False, False])
@@ -383,7 +390,7 @@ class AddressTest(parameterized.TestCase):
       ((-1, 0), -1),
     ]
     seq, pos = (np.int32(a) for a in zip(*(case[0] for case in cases)))
-    rows = jax.jit(make_rows)(seq, pos, table)
+    rows = make_rows_jit(seq, pos, table)
     self.assertEqual(rows.slots.dtype, jnp.int32)
     self.assertEqual(rows.slots.tolist(), [case[1] for case in cases])
 
@@ -391,16 +398,16 @@ class AddressTest(parameterized.TestCase):
     """Each row's positions go through its own sequence's pages."""
     table = jnp.array([[3, 1], [0, -1]], jnp.int32)
     seq, pos = jnp.array([0, 1], jnp.int32), jnp.array([66, 2], jnp.int32)
-    rows = make_rows(seq, pos, table)
+    rows = make_rows_jit(seq, pos, table)
     positions = jnp.array([[0, 3, 65, -1], [0, 1, 2, -1]], jnp.int32)
     slots = jax.jit(position_slots)(rows, positions)
     self.assertEqual(slots.dtype, jnp.int32)
     self.assertEqual(slots.tolist(), [[192, 195, 65, -1], [0, 1, 2, -1]])
 
   def test_known_fault_25_last_slot_of_a_million(self):
-    table = jnp.arange(16_384, dtype=jnp.int32)[None, ::-1]
+    table = np.arange(16_384, dtype=np.int32)[None, ::-1]
     pos = np.int32([0, 1_048_575, 1_048_576])
-    rows = make_rows(jnp.zeros(3, jnp.int32), pos, table)
+    rows = make_rows_jit(np.zeros(3, np.int32), pos, table)
     self.assertEqual(rows.slots.tolist(), [16_383 * 64, 63, -1])
 
   @parameterized.product(dtype=DTYPES)
@@ -408,43 +415,42 @@ class AddressTest(parameterized.TestCase):
     """4 pages, lengths [3, 0]: the row 99.0 of the empty sequence at -1."""
     before = filled(init_cache(tiny(), 4, dtype=dtype))
     table = jnp.array([[0, 1], [2, 3]], jnp.int32)
-    lengths = jnp.array([3, 0], jnp.int32)
-    rows = make_rows(jnp.arange(2, dtype=jnp.int32), lengths - 1, table)
-    self.assertEqual(rows.slots.tolist(), [2, -1])
+    lengths = np.array([3, 0], np.int32)
+    rows = make_rows_jit(np.int32([0, 1]), lengths - 1, table)
+    slots = np.asarray(rows.slots)
+    self.assertEqual(slots.tolist(), [2, -1])
     values = np.repeat(np.float32([[1], [99]]), R + P, axis=1)
     for layer in (0, 4):
-      both = write_rows_jit(before, layer, rows.slots, values)
-      both = write_keys_jit(both, 3, rows.slots, values[:, :H])
-      one = write_rows_jit(before, layer, rows.slots[:1], values[:1])
-      one = write_keys_jit(one, 3, rows.slots[:1], values[:1, :H])
+      both = write_both_jit(before, layer, 3, slots, values, values[:, :H])
+      one = write_both_jit(
+        before, layer, 3, slots[:1], values[:1], values[:1, :H]
+      )
       assert_same_cache(both, one)
       back = read_rows_jit(both, layer, np.int32([2]))
       assert_close(back, values[:1], atol=0, rtol=2**-8, name='row 1.0')
     # Nothing but padding: not a byte changes.
-    none = write_rows_jit(before, 0, np.int32([-1, -1]), values)
-    none = write_keys_jit(none, 0, np.int32([-1, -1]), values[:, :H])
+    none = np.int32([-1, -1])
+    none = write_both_jit(before, 0, 0, none, values, values[:, :H])
     assert_same_cache(none, before)
 
   @parameterized.product(dtype=DTYPES)
   def test_known_fault_29_padding_rows_alias_a_live_request(self, dtype):
     """A bucket of 8 with 3 live rows; padding says sequence 0, position -1."""
     rng = np.random.default_rng(29)
-    before = filled(init_cache(tiny(), 5, dtype=dtype))
-    table = jnp.array([[4, 1], [2, -1]], jnp.int32)
-    live = make_rows(jnp.int32([0, 1, 1]), jnp.int32([64, 6, 7]), table)
-    bucket = make_rows(
-      jnp.int32([0, 1, 1, 0, 0, 0, 0, 0]),
-      jnp.int32([64, 6, 7, -1, -1, -1, -1, -1]),
+    before = filled(init_cache(tiny(), 4, dtype=dtype))
+    table = jnp.array([[3, 1], [2, -1]], jnp.int32)
+    bucket = make_rows_jit(
+      np.int32([0, 1, 1, 0, 0, 0, 0, 0]),
+      np.int32([64, 6, 7, -1, -1, -1, -1, -1]),
       table,
     )
+    slots = np.asarray(bucket.slots)
+    self.assertEqual(slots.tolist(), [64, 134, 135] + [-1] * 5)
     rows, keys = random_rows(rng, 8), random_rows(rng, 8, H)
     rows[3:], keys[3:] = np.nan, np.nan
 
-    def step(rows_of, count):
-      cache = write_rows_jit(before, 1, rows_of.slots, rows[:count])
-      return write_keys_jit(cache, 1, rows_of.slots, keys[:count])
-
-    assert_same_cache(step(bucket, 8), step(live, 3))
+    step = lambda n: write_both_jit(before, 1, 1, slots[:n], rows[:n], keys[:n])
+    assert_same_cache(step(8), step(3))
 
   @parameterized.product(dtype=DTYPES)
   def test_known_fault_24_select_and_attend_in_a_cache_of_nan(self, dtype):
@@ -488,19 +494,20 @@ class AddressTest(parameterized.TestCase):
     rng = np.random.default_rng(31)
     before = filled(init_cache(tiny(), 8, dtype=dtype))
     table = jnp.array([[7, 9, 8]], jnp.int32)
-    rows = make_rows(jnp.zeros(4, jnp.int32), jnp.int32([1, 64, 130, 2]), table)
+    rows = make_rows_jit(
+      np.zeros(4, np.int32), np.int32([1, 64, 130, 2]), table
+    )
+    slots = np.asarray(rows.slots)
+    self.assertEqual(slots.tolist(), [449, 576, 514, 450])
     values, keys = random_rows(rng, 4), random_rows(rng, 4, H)
 
-    def write(slots, values, keys):
-      # The first layer: a slot past it would be a slot of the second.
-      cache = write_rows_jit(before, 0, slots, values)
-      return write_keys_jit(cache, 0, slots, keys)
-
+    # The first layer: a slot past it would be a slot of the second.
+    write = functools.partial(write_both_jit, before, 0, 0)
     good = np.array([0, 3])
-    expected = write(rows.slots[good], values[good], keys[good])
-    assert_same_cache(write(rows.slots, values, keys), expected)
+    expected = write(slots[good], values[good], keys[good])
+    assert_same_cache(write(slots, values, keys), expected)
     for read, width in ((read_rows_jit, R + P), (read_keys_jit, H)):
-      back = np.asarray(read(expected, 0, rows.slots), np.float32)
+      back = np.asarray(read(expected, 0, slots), np.float32)
       self.assertEqual(back.shape, (4, width))
       np.testing.assert_array_equal(back[[1, 2]], 0)
       self.assertTrue((back[[0, 3]] != 0).any())
@@ -525,20 +532,21 @@ class AddressTest(parameterized.TestCase):
 
   def test_known_fault_31_rows_without_a_page_raise_in_debug_mode(self):
     table = jnp.array([[7, -1]], jnp.int32)
-    debug = checkify.checkify(make_rows, errors=checkify.user_checks)
-    zero = jnp.zeros(2, jnp.int32)
-    error, _ = debug(zero, jnp.int32([63, -1]), table)
+    check = checkify.checkify(make_rows, errors=checkify.user_checks)
+    debug, zero = jax.jit(check), np.zeros(2, np.int32)
+    error, _ = debug(zero, np.int32([63, -1]), table)
     self.assertIsNone(error.get())
     for seq, pos in ((zero, [63, 64]), (zero, [0, 128]), (zero + 1, [0, -1])):
-      error, _ = debug(seq, jnp.int32(pos), table)
+      error, _ = debug(seq, np.int32(pos), table)
       self.assertIn('a row has no page: positions up to', error.get())
       self.assertIn('page table of 2 pages', error.get())
 
   def test_known_fault_31_plan_raises_in_debug_mode(self):
     """The plan adds the layer's offset: its ids must be of one layer."""
     cache = init_cache(tiny(), 8, dtype='f32')
-    rows = make_rows(jnp.int32([0]), jnp.int32([70]), jnp.int32([[7, 9]]))
-    plan, q = LocalPlan(), jnp.ones((1, 2, H))
+    table = np.int32([[7, 9]])
+    rows = make_rows_jit(np.int32([0]), np.int32([70]), table)
+    plan, q = LocalPlan(), np.ones((1, 2, H), np.float32)
     select = lambda rows: plan.select(q, q[..., 0], cache, rows, 0, 4)
     debug = jax.jit(checkify.checkify(select, errors=checkify.user_checks))
     error, selection = debug(rows)
@@ -546,7 +554,7 @@ class AddressTest(parameterized.TestCase):
     selection = dataclasses.replace(
       selection, slots=jnp.full((1, 4), 8 * 64, jnp.int32)
     )
-    q = jnp.ones((1, 2, R + P))
+    q = np.ones((1, 2, R + P), np.float32)
     attend = lambda s: plan.attend(q, cache, s, 0, 1.0)
     debug = jax.jit(checkify.checkify(attend, errors=checkify.user_checks))
     error, _ = debug(selection)

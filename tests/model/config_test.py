@@ -212,9 +212,7 @@ class PublishedConfigTest(parameterized.TestCase):
     )
     self.assertEqual(config.indexer_types, ('full',) * 78)
     self.assertEqual((config.rope_theta, config.eos_token_ids), (1e6, (5,)))
-    self.assertEqual(
-      config_from_published({'rope_theta': 1e6}).rope_theta, 1e6
-    )
+    self.assertEqual(config_from_published({'rope_theta': 1e6}).rope_theta, 1e6)
     old = {'rope_scaling': {'type': 'default', 'rope_theta': 5e5}}
     self.assertEqual(config_from_published(old).rope_theta, 5e5)
 
@@ -299,7 +297,7 @@ class PublishedConfigTest(parameterized.TestCase):
     ({'num_attention_heads': 0}, 'mla.num_heads=0 must be positive'),
     ({'index_topk': 0}, 'indexer.topk=0 must be positive'),
     ({'n_routed_experts': -4}, 'moe.num_experts=-4 must be positive'),
-    ({'n_shared_experts': -1}, 'num_shared_experts=-1 must not be negative'),
+    ({'n_shared_experts': -1}, 'num_shared_experts=-1 must be positive'),
     ({'rms_norm_eps': -1e-5}, 'rms_norm_eps=-1e-05 must be positive'),
     ({'routed_scaling_factor': float('nan')}, 'factor=nan must be positive'),
     ({'qk_rope_head_dim': 33}, 'qk_rope_head_dim=33 must be even'),
@@ -445,9 +443,7 @@ class LayerPlanTest(parameterized.TestCase):
   )
   def test_patterns(self, letters, tail):
     plan = self.check_plan(model_config(letters))
-    self.assertEqual(
-      (plan.prologue, plan.group_size, plan.num_groups), tail
-    )
+    self.assertEqual((plan.prologue, plan.group_size, plan.num_groups), tail)
 
   def test_dense_layers_end_the_uniform_tail(self):
     plan = self.check_plan(model_config('FSFSFSFS', 'ddddssss'))

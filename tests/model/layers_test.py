@@ -49,8 +49,35 @@ def t1(**changes):
   )
 
 
-def make_mla(init, seed=0, **changes):
-  return Mla(jax.random.key(seed), t1(**changes), init)
+def build(module, *args, **kwargs):
+  """A module with weights from numpy, which needs no compilation.
+
+  Kernels are normal (standard deviation `init.std`), norm weights lie in
+  [0.1, 2], and the fp8 scales of neighbouring blocks differ up to 64 times.
+  """
+  init = next(a for a in args if isinstance(a, Init))
+  rng = np.random.default_rng(0)
+  make = lambda key: module(key, *args, **kwargs)
+
+  def fill(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator='.')
+    if '.scale' in f'.{name}':
+      value = init.std / 100 * 2.0 ** rng.integers(-3, 4, leaf.shape)
+    elif 'weight' in name:
+      value = rng.uniform(0.1, 2, leaf.shape)
+    elif leaf.dtype == jnp.float8_e4m3fn:
+      value = np.clip(100 * rng.normal(size=leaf.shape), -448, 448)
+    else:
+      value = init.std * rng.normal(size=leaf.shape)
+    return jnp.asarray(value.astype(leaf.dtype))
+
+  return jax.tree_util.tree_map_with_path(
+    fill, jax.eval_shape(make, jax.random.key(0))
+  )
+
+
+def make_mla(init, **changes):
+  return build(Mla, t1(**changes), init)
 
 
 def rotate(x, positions, theta, width):
@@ -145,9 +172,10 @@ class RopeTest(parameterized.TestCase):
     q, k = rng.normal(size=(2, 8)).astype(np.float32)
     positions = np.int32([3, 10, 103, 110])
     cos, sin = rope_tables(positions, 8, 100.0)
-    turned_q = apply_rope(jnp.tile(q, (4, 1)), cos, sin)
-    turned_k = apply_rope(jnp.tile(k, (4, 1)), cos, sin)
-    dots = np.asarray(turned_q @ turned_k.T)
+    turn = jax.jit(apply_rope)
+    turned_q = turn(np.tile(q, (4, 1)), cos, sin)
+    turned_k = turn(np.tile(k, (4, 1)), cos, sin)
+    dots = wide(turned_q) @ wide(turned_k).T
     assert_close(dots[1, 0], dots[3, 2], atol=1e-4, rtol=0, name='distance 7')
     self.assertGreater(abs(dots[1, 0] - dots[0, 0]), 1e-2)
 
@@ -195,7 +223,7 @@ class LinearTest(parameterized.TestCase):
   @parameterized.product(dtype=('f32', 'bf16'))
   def test_wide_weights(self, dtype):
     init = Init(dtype=jnp.dtype(DTYPES[dtype]), std=1.0)
-    linear = Linear(jax.random.key(0), 24, 10, (None, None), init)
+    linear = build(Linear, 24, 10, (None, None), init)
     kernel = linear.kernel[...]
     self.assertEqual((kernel.shape, kernel.dtype), ((10, 24), init.dtype))
     x = np.random.default_rng(0).normal(size=(3, 24)).astype(DTYPES[dtype])
@@ -214,13 +242,10 @@ class LinearTest(parameterized.TestCase):
     """Odd last blocks; 150 outputs are two tiles of 64 and a rest."""
     block = (16, 8)
     init = Init(jnp.dtype(DTYPES[dtype]), 1.0, fp8_block=block)
-    key = jax.random.key(1)
-    linear = Linear(key, 21, outputs, (None, None), init)
+    linear = build(Linear, 21, outputs, (None, None), init)
     self.assertEqual(linear.kernel.dtype, jnp.float8_e4m3fn)
     self.assertEqual(linear.scale.shape, (-(-outputs // 16), 3))
     w = dequantize(linear.kernel[...], linear.scale[...], init.dtype, block)
-    plain = Linear(key, 21, outputs, (None, None), init, fp8=False)
-    assert_close(w, plain.kernel[...], atol=0.02, rtol=0.07, name='weights')
     x = np.random.default_rng(1).normal(size=(5, 21)).astype(DTYPES[dtype])
     actual = jax.jit(lambda linear, x: linear(x))(linear, x)
     self.assertEqual(actual.dtype, x.dtype)
@@ -229,17 +254,35 @@ class LinearTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'wide\(\) needs weights that'):
       linear.wide(x)
 
+  def test_fresh_weights(self):
+    """Normal with the asked deviation; fp8 keeps them to one part in 16."""
+    key = jax.random.key(1)
+    plain = Linear(key, 40, 50, (None, 'embed'), Init(std=0.3))
+    w = wide(plain.kernel[...])
+    assert_close(w.std(), 0.3, atol=0.02, rtol=0, name='deviation')
+    init = Init(std=0.3, fp8_block=(16, 8))
+    linear = Linear(key, 40, 50, (None, 'embed'), init)
+    self.assertEqual(linear.kernel.axes, (None, 'embed'))
+    self.assertEqual(linear.scale.axes, (None, 'embed'))
+    back = dequantize(
+      linear.kernel[...], linear.scale[...], jnp.float32, (16, 8)
+    )
+    assert_close(back, w, atol=1e-3, rtol=1 / 16, name='fp8 weights')
+    kept = Linear(key, 40, 50, (None, 'embed'), init, fp8=False)
+    assert_bit_equal(kept.kernel[...], plain.kernel[...], name='kept wide')
+
   @parameterized.product(dtype=('f32', 'bf16'))
   def test_swiglu_mlp(self, dtype):
     init = Init(jnp.dtype(DTYPES[dtype]), 0.3)
-    mlp = Mlp(jax.random.key(2), 16, 24, init)
+    mlp = build(Mlp, 16, 24, init)
     x = np.random.default_rng(2).normal(size=(5, 16)).astype(DTYPES[dtype])
     gate = wide(x) @ wide(mlp.gate.kernel[...]).T
     up = wide(x) @ wide(mlp.up.kernel[...]).T
     hidden = gate / (1 + np.exp(-gate)) * up
     expected = hidden @ wide(mlp.down.kernel[...]).T
     atol = 1e-5 if dtype == 'f32' else 0.03
-    assert_close(mlp(x), expected, atol=atol, rtol=2**-7, name='mlp')
+    actual = jax.jit(lambda mlp, x: mlp(x))(mlp, x)
+    assert_close(actual, expected, atol=atol, rtol=2**-7, name='mlp')
 
   def test_swiglu_is_float32_inside(self):
     gate = jnp.asarray([[3.0, -3.0, 0.5]], jnp.bfloat16)
@@ -288,7 +331,7 @@ class MlaTest(parameterized.TestCase):
     mla = make_mla(Init(std=0.2))
     x = rng.normal(size=(T, 64)).astype(np.float32)
     cos, sin = rope_tables(np.arange(T, dtype=np.int32), 8, THETA)
-    _, q, rows = mla.project(x, cos, sin)
+    q, rows = jax.jit(lambda mla, x: mla.project(x, cos, sin)[1:])(mla, x)
     self.assertEqual(q.shape, (T, 4, 32))
     self.assertEqual(rows.shape, (T, 24))
     mask = np.tril(rng.uniform(size=(T, T)) < 0.6) | np.eye(T, dtype=bool)
@@ -296,16 +339,26 @@ class MlaTest(parameterized.TestCase):
     slots = np.full((T, T), -1, np.int32)
     for t in range(T):
       slots[t, : mask[t].sum()] = np.flatnonzero(mask[t])
-    attended, _ = topk_gather_attention(
-      mla.absorb(q), rows, None, slots, scale=mla.config.scale, latent_width=16
-    )
-    expanded = expanded_attention(mla, q, rows, mask)
+
+    @jax.jit
+    def both(mla, q, rows):
+      attended, _ = topk_gather_attention(
+        mla.absorb(q),
+        rows,
+        None,
+        slots,
+        scale=mla.config.scale,
+        latent_width=16,
+      )
+      values = mla._per_head('tr,vr->tv', attended, 1)
+      expanded = expanded_attention(mla, q, rows, mask)
+      return expanded, values, mla.output(attended)
+
+    expanded, values, out = both(mla, q, rows)
     expected = self.expanded_f64(mla, q, rows, mask)
     self.assertGreater(np.abs(expected).max(), 0.3)
     assert_close(expanded, expected, atol=1e-5, rtol=0, name='expanded')
-    values = mla._per_head('tr,vr->tv', attended, 1)
     assert_close(values, expected, atol=1e-5, rtol=0, name='absorbed')
-    out = mla.output(attended)
     flat = expected.reshape(T, -1) @ wide(mla.o.kernel[...]).T
     self.assertGreater(np.abs(flat).max(), 0.3)
     assert_close(out, flat, atol=1e-5, rtol=1e-5, name='output')
@@ -318,11 +371,11 @@ class MlaTest(parameterized.TestCase):
     norm = lambda x, w: (
       x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5) * wide(w)
     )
-    for weight in (mla.q_norm.weight, mla.kv_norm.weight):
-      weight[...] = jnp.asarray(rng.uniform(0.1, 2, weight.shape), jnp.float32)
     x = rng.normal(size=(6, 64)).astype(np.float32)
     positions = np.int32([0, 1, 5, 70, 9, -1])
-    q_latent, q, rows = mla.project(x, *rope_tables(positions, 8, THETA))
+    q_latent, q, rows = jax.jit(
+      lambda mla, x: mla.project(x, *rope_tables(positions, 8, THETA))
+    )(mla, x)
     latent = norm(wide(x) @ wide(mla.q_a.kernel[...]).T, mla.q_norm.weight)
     assert_close(q_latent, latent, atol=1e-5, rtol=1e-5, name='q_latent')
     full = (latent @ wide(mla.q_b.kernel[...]).T).reshape(6, 4, 32)
@@ -377,8 +430,6 @@ class MlaTest(parameterized.TestCase):
     mla = make_mla(Init(jnp.dtype(DTYPES[dtype]), 0.2, fp8_block=block))
     kv_b = mla.kv_b
     self.assertEqual(kv_b.kernel.dtype, jnp.float8_e4m3fn)
-    # Neighbouring blocks must differ, or a shifted scale would not show.
-    kv_b.scale[...] *= 2.0 ** rng.integers(-3, 4, kv_b.scale.shape)
     kernel = dequantize(kv_b.kernel[...], kv_b.scale[...], jnp.float32, block)
     both = wide(kernel).reshape(4, 56, 16)
     w_uk, w_uv = mla.up_projections()
@@ -397,9 +448,7 @@ class MlaTest(parameterized.TestCase):
     actual = jax.jit(lambda mla, a: mla._per_head('tr,vr->tv', a, 1))(mla, a)
     expected = np.einsum('tnr,nvr->tnv', wide(a), both[:, 24:])
     size = np.abs(expected).max()
-    assert_close(
-      actual, expected, atol=1e-5 * size, rtol=rtol, name='values'
-    )
+    assert_close(actual, expected, atol=1e-5 * size, rtol=rtol, name='values')
 
 
 if __name__ == '__main__':

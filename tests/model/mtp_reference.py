@@ -131,9 +131,7 @@ class Reference:
       advance: each later step's query rotates one position on.
     """
     hidden, _ = self.trunk_hidden(tokens[:-1])
-    rows = torch.stack(
-      [self.join(t, h) for t, h in zip(tokens[1:], hidden)]
-    )
+    rows = torch.stack([self.join(t, h) for t, h in zip(tokens[1:], hidden)])
     last = len(rows) - 1
     positions = list(range(last + 1))
     u, topk = self._run(rows, positions)

@@ -28,18 +28,10 @@ class Runner:
     rows: int = 8,
     capture: tuple[str, ...] = ('selected', 'scores'),
     plan: LocalPlan | None = None,
-    cache=None,
   ):
     self.model, self.num_rows = model, rows
-    width = max(map(len, pages))
-    table = [p + [-1] * (width - len(p)) for p in pages]
-    self.page_table = jnp.asarray(table, jnp.int32)
-    count = num_pages or max(max(p) for p in pages) + 1
-    dtype = 'f32' if model.embed.dtype == jnp.float32 else 'bf16'
-    self.cache = cache or init_cache(model.config, count, dtype=dtype)
-    self.lengths = [0] * len(pages)
-    # (sequence, position) -> array, by name.
-    self.seen: dict[str, dict[tuple[int, int], np.ndarray]] = {}
+    self.num_pages = num_pages
+    self.reset(pages)
     plan = plan or LocalPlan()
 
     def step(model, tokens, seq, pos, table, cache, replay):
@@ -50,6 +42,18 @@ class Runner:
       return cache, {'logits': head(model, hidden, plan), **kept}
 
     self._step = jax.jit(step, donate_argnames='cache')
+
+  def reset(self, pages: list[list[int]]) -> None:
+    """Forgets every sequence; the executable stays."""
+    width = max(map(len, pages))
+    table = [p + [-1] * (width - len(p)) for p in pages]
+    self.page_table = jnp.asarray(table, jnp.int32)
+    count = self.num_pages or max(max(p) for p in pages) + 1
+    dtype = 'f32' if self.model.embed.dtype == jnp.float32 else 'bf16'
+    self.cache = init_cache(self.model.config, count, dtype=dtype)
+    self.lengths = [0] * len(pages)
+    # (sequence, position) -> array, by name.
+    self.seen: dict[str, dict[tuple[int, int], np.ndarray]] = {}
 
   def run(self, rows: list[tuple[int, int]], replay=None) -> np.ndarray:
     """Runs one step.

@@ -81,3 +81,21 @@ def test_random_config_equals_transformers(seed):
       if gap > 0:
         print(f'seed {seed}: token {i} differs, top-2 gap {gap:.1e}')
       assert gap < 1e-4
+
+
+def test_ties_are_compared_with_the_oracles_choice():
+  # Two index heads: keys that no head likes tie at exactly 0, and torch
+  # promises no order among equals.
+  path = oracle.checkpoint(3, index_n_heads=2, layers='FFSFS')
+  reference_model, model = oracle.load(path), load_model(path)
+  tokens = np.random.default_rng(3).integers(0, 97, 60).tolist()
+  reference = [reference_model(tokens)]
+  runner = Runner(model, [[0]])
+  runner.feed([tokens])
+  assert set_differences(runner, reference)[0] > 0
+  runner.reset([[0]])
+  runner.feed([tokens], [reference[0]['selected']])
+  ties, violations = set_differences(runner, reference)
+  print(f'{ties} ties, error {logit_error(runner, reference):.1e}')
+  assert ties > 0 and violations == 0
+  assert logit_error(runner, reference) <= FLOAT32.logits

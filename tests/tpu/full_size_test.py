@@ -82,11 +82,16 @@ def compiled(chip, step, context):
     )
     done = place((BATCH,), bool, mesh)
     state = DecodeState(
-      cache, table, ints(BATCH), ints(BATCH), done, params
+      cache,
+      table,
+      lengths=ints(BATCH),
+      last_token=ints(BATCH),
+      limits=ints(BATCH),
+      eos=ints(3),
+      done=done,
+      params=params,
     )
-    traced = decode_step.trace(
-      model, state, plan=LocalPlan(), eos=config.eos_token_ids
-    )
+    traced = decode_step.trace(model, state, plan=LocalPlan())
   else:
     traced = prefill_step.trace(
       model,
