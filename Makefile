@@ -14,7 +14,7 @@ demo: $(VENV)/.validate
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
-	$(CPU) $(BIN)/python -m pytest -q -m 'not long and not tpu' --durations=8
+	$(CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu' --durations=8
 
 test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8

@@ -25,6 +25,8 @@ setup(
   packages=[
     'glm_jax',
     'glm_jax.checkpoints',
+    'glm_jax.data',
+    'glm_jax.losses',
     'glm_jax.validation',
     'pallas_kernels',
     'pallas_kernels.grouped_matmul',

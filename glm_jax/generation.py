@@ -207,9 +207,10 @@ def _decode(model, state: DecodeState, out: _Collector, plan) -> None:
 def _speculate(model, state, out, K, options, adaptive, plan) -> None:
   """Drafting rounds until every sequence is done."""
   state = start_drafting(model, state, K)
+  own = jnp.full((len(out.tokens), K), -1, jnp.int32)
   while not out.done.all():
     state, round_ = speculative_step(
-      model, state, plan=plan, options=options, adaptive=adaptive
+      model, state, own, plan=plan, options=options, adaptive=adaptive
     )
     tokens, count, drafted, accepted, index_calls, done = jax.device_get(
       (*round_[:5], state.decode.done)

@@ -165,7 +165,7 @@ def verify(
 def speculative_step(
   model: Model,
   state: SpeculativeState,
-  forced: jax.Array | None = None,
+  forced: jax.Array,
   *,
   plan: LocalPlan,
   options: DraftOptions = DraftOptions(),
@@ -176,8 +176,8 @@ def speculative_step(
   Args:
     model: the model, with its drafter.
     state: donated.
-    forced: [B, K] int32 proposals from elsewhere instead of the drafter's
-      own draws, -1 for its own; their q is one-hot.
+    forced: [B, K] int32 proposals from elsewhere, -1 for the drafter's own;
+      their q is one-hot.
     plan: tiling, dispatch and placement.
     options: how drafts are made.
     adaptive: let finished rounds set the next draft count.

@@ -61,7 +61,9 @@ def quantize(
   amax = jnp.max(jnp.abs(wide), axis=(-3, -1))
   # A subnormal scale is flushed to 0, and 0 / 0 is NaN.
   smallest = jnp.finfo(jnp.float32).tiny
-  scales = jnp.where(amax > 0, jnp.maximum(amax / FP8_MAX, smallest), 1.0)
+  # A product, since XLA turns the division into one on some backends only.
+  scales = jnp.maximum(amax * jnp.float32(1 / FP8_MAX), smallest)
+  scales = jnp.where(amax > 0, scales, 1.0)
   full = jnp.repeat(scales, block[0], axis=-2)[..., :F, :]
   full = jnp.repeat(full, block[1], axis=-1)[..., :D]
   scaled = values.astype(jnp.float32) / full

@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 
 import pytest
+from etils import epath
 
 from glm_jax import data
 from glm_jax.data import corpus, preparation, sources
@@ -78,30 +79,28 @@ def collect(files, **settings):
   return collector, collector.documents()
 
 
-def test_split_and_documents():
+@pytest.mark.parametrize('share, whole', [(0.6, True), (0.2, False)])
+def test_split_and_documents(share, whole):
+  """Small directories stay together, sizeable ones go file by file."""
   files = {
-    f'x/{d:02d}/{f}.py': source_text(f'd{d}f{f}', 10 + d)
+    f'x/{d:02d}/{f}.py': source_text(f'd{d:02d}f{f}')
     for d in range(30)
     for f in range(3)
   }
   files['x/copy.py'] = files['x/07/1.py'].replace('\n', '\r\n')
-  collector, split = collect(files, held_out_share=0.2, document_bytes=9000)
+  limit = 4 * len(files['x/07/1.py'])
+  collector, split = collect(files, held_out_share=share, document_bytes=limit)
   assert collector.dropped['duplicate'] == 1
   paths = {s: [p for d in split[s] for p, _ in d.files] for s in split}
-  assert len(files) == len(paths['train']) + len(paths['held_out']) + 1
-  assert 0.1 < len(paths['held_out']) / len(files) < 0.25
+  assert sorted(paths['train'] + paths['held_out']) == sorted(files)[:-1]
+  assert share - 0.05 < len(paths['held_out']) / 90 <= share
+  folders = [{p.split('/')[1] for p in paths[s]} for s in split]
+  assert folders[0].isdisjoint(folders[1]) == whole
   for name, documents in split.items():
-    for document in documents:
-      size = sum(len(text) for _, text in document.files)
-      assert size <= 9000 or len(document.files) == 1
     assert paths[name] == sorted(paths[name])
-  assert len(split['train']) < len(paths['train']) / 2
-  assert (
-    split
-    == collect(
-      dict(reversed(files.items())), held_out_share=0.2, document_bytes=9000
-    )[1]
-  )
+    assert len(documents) == -(-len(paths[name]) // 4)
+    for document in documents:
+      assert sum(len(text) for _, text in document.files) <= limit
 
 
 def test_held_out_files_are_unlike_training():
@@ -183,6 +182,31 @@ def test_recipe(tmp_path):
   ]:
     with raises(words):
       load(**changes)
+
+
+def test_archives_come_from_pip_and_are_checked(tmp_path, monkeypatch):
+  content = b'an archive'
+  digest = hashlib.sha256(content).hexdigest()
+  source = sources.Source('wheel', 'q', '1', 'q-1.whl', digest, 'MIT')
+  recipe = sources.Recipe((source,))
+  commands, error = [], 'WARNING: x\nERROR: no such release\n'
+
+  def pip(command, **_):
+    commands.append(command)
+    wanted = pathlib.Path(command[-1]).read_text()
+    assert wanted == f'q==1 --hash=sha256:{digest}\n'
+    (tmp_path / 'q-1.whl').write_bytes(content)
+    return subprocess.CompletedProcess(command, 1, '', error)
+
+  monkeypatch.setattr(sources.subprocess, 'run', pip)
+  folder = epath.Path(tmp_path)
+  assert sources.fetch(recipe, source, folder)
+  assert not sources.fetch(recipe, source, folder) and len(commands) == 1
+  assert {'--no-deps', '--only-binary', '--platform'} <= set(commands[0])
+  (tmp_path / 'q-1.whl').write_bytes(b'')
+  content = b'another'
+  with raises('pip could not fetch q 1: ERROR: no such release'):
+    sources.fetch(recipe, source, folder)
 
 
 def test_shipped_recipe():

@@ -66,7 +66,13 @@ def prepare(
     own = size == recipe.vocab_size
     made = stages.run(
       'tokenizer',
-      [size, recipe.tokenizer_bytes, text['sha256'], tokenizers.__version__],
+      [
+        size,
+        recipe.tokenizer_bytes,
+        text['sha256'],
+        tokenizers.__version__,
+        sources.sha256(tokenizer_training.TEMPLATE),
+      ],
       lambda: _make_tokenizer(recipe, size, out),
     )
     files |= made['sha256']

@@ -201,7 +201,7 @@ def read_files(
 def state_of(source: Source) -> Any:
   """What tells whether the text of a source has changed since it was read."""
   if source.kind != 'folder':
-    return dataclasses.asdict(source)
+    return [source.kind, source.name, source.sha256, source.exclude]
   return [
     (path, status.st_size, status.st_mtime_ns)
     for path, local in _walk(source)

@@ -50,6 +50,7 @@ MARKUP_TOKENS = (
 )
 # Tokens that end a turn, as in the published configuration.
 EOS_TOKENS = (END_OF_TEXT, '<|user|>', '<|observation|>')
+TEMPLATE = epath.Path(__file__).parents[1] / 'chat_template.jinja'
 
 _NUM_ADDED = len(CONTROL_TOKENS) + len(MARKUP_TOKENS)
 _PIECES = (
@@ -138,8 +139,7 @@ def write_tokenizer(
     'padding_side': 'left',
     'tokenizer_class': 'PreTrainedTokenizerFast',
   }
-  template = epath.Path(__file__).parents[1] / 'chat_template.jinja'
-  (directory / 'chat_template.jinja').write_bytes(template.read_bytes())
+  (directory / TEMPLATE.name).write_bytes(TEMPLATE.read_bytes())
   text = json.dumps(config, indent=2, ensure_ascii=False) + '\n'
   (directory / 'tokenizer_config.json').write_bytes(text.encode())
   text = backend.to_str(pretty=False) + '\n'

@@ -99,8 +99,10 @@ def _tv_forward(p_logits, q_logits):
 def _tv_backward(saved, cotangent):
   p, q = map(_softmax, saved)
   below = q <= p
-  inside = jnp.sum(jnp.where(below, q, 0), axis=-1, keepdims=True)
-  d_q = cotangent[..., None] * q * (inside - below)
+  total = lambda mask: jnp.sum(jnp.where(mask, q, 0), axis=-1, keepdims=True)
+  # S - 1 summed over what it lacks: the gradient at p = q is 0, not almost.
+  slope = jnp.where(below, -total(~below), total(below))
+  d_q = cotangent[..., None] * q * slope
   return None, d_q.astype(saved[1].dtype)
 
 
@@ -192,7 +194,7 @@ def end_to_end_tv_from_hidden(
   q_hidden = q_hidden.swapaxes(0, 1)
   q_hidden = jnp.where(weights[:, None, None] > 0, q_hidden, 0)
   shared = (p_hidden, head if p_head is None else p_head)
-  shared = jax.lax.stop_gradient(shared)
+  shared = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, shared))
   total = head_sum(_rejected_sum, chunk, q_hidden, head, shared, (at, weights))
   return mean(total, jnp.sum(weights))
 

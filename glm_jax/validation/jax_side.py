@@ -12,19 +12,23 @@ import contextlib
 import dataclasses
 import functools
 import os
+import types
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm_jax import drafting
 from glm_jax.block import LayerIds, StepContext
 from glm_jax.cache import init_cache, make_rows
 from glm_jax.checkpoints.published import PublishedCheckpoint
 from glm_jax.config import DENSE, FULL
+from glm_jax.drafting import DraftOptions
 from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan
 from glm_jax.rope import rope_tables
+from glm_jax.sampling import sampling_params
 from glm_jax.validation.walk import LayerTensors, RunLayer
 from pallas_kernels.tiling import PAGE, cdiv, dot
 
@@ -44,7 +48,7 @@ class JaxSide:
     *,
     weight_dtype: str = 'auto',
     plan: LocalPlan | None = None,
-    keep_scores: int = 4096,
+    keep_scores: int = 8192,
   ):
     """Opens a checkpoint.
 
@@ -54,7 +58,8 @@ class JaxSide:
       weight_dtype: as `load_model` takes it.
       plan: tiling and dispatch; None for one device.
       keep_scores: longest context whose index scores are kept; [T, T]
-        float32 a full layer, needed to judge selections that differ.
+        float32 a full layer, needed to judge selections that differ. In a
+        longer one, none may differ.
     """
     self._checkpoint = PublishedCheckpoint(path)
     self.config = self._checkpoint.config
@@ -103,6 +108,33 @@ class JaxSide:
       for rows in _chunks(hidden)
     ]
     return np.concatenate(parts)[: len(hidden)]
+
+  def drafts(
+    self, tokens: np.ndarray, hidden: np.ndarray, drafted: list[int]
+  ) -> np.ndarray:
+    """[2, K, V] draft logits, with sharing and without; float32."""
+    top = self._top()
+    model = types.SimpleNamespace(
+      config=self.config,
+      embed=top.embed,
+      head=top.head,
+      mtp=self._checkpoint.load_mtp(self.dtype, self._weight_dtype),
+    )
+    T = len(tokens)
+    states = top.norm(jnp.asarray(hidden[:-1], self.dtype))
+    run = jax.jit(
+      functools.partial(_draft_logits, model, plan=self._plan),
+      static_argnames='share',
+    )
+    ids = jnp.asarray(tokens, jnp.int32)
+    given = jnp.asarray([[*drafted, 0]], jnp.int32)
+    cache = init_cache(self.config, cdiv(T + len(drafted), PAGE), dtype='f32')
+    return np.stack(
+      [
+        _numpy(run(ids, states, given, cache, share=share))
+        for share in (True, False)
+      ]
+    )
 
   def _run(self, block, experts, layer, full, x, selected) -> LayerTensors:
     """Runs a loaded layer on [T, D] rows of one sequence."""
@@ -181,6 +213,35 @@ def layer_step(
   if watched is not None:
     captured |= watched.seen
   return cache, captured
+
+
+def _draft_logits(model, tokens, states, given, cache, *, share, plan):
+  """Draft logits [K, V] after all tokens: prefill, then one round."""
+  T, K = len(tokens), given.shape[1]
+  page_table = jnp.arange(cache.num_pages, dtype=jnp.int32)[None]
+  rows = make_rows(
+    jnp.zeros(T - 1, jnp.int32),
+    jnp.arange(T - 1, dtype=jnp.int32),
+    page_table,
+  )
+  cache = drafting.prefill_rows(model, tokens[:-1], states, cache, rows, plan)
+  one = jnp.ones(1, jnp.int32)
+  drafts, _ = drafting.draft(
+    model,
+    tokens[None, -1:],
+    states[None, -1:],
+    cache,
+    page_table,
+    (T - 1) * one,
+    one,
+    K * one,
+    sampling_params(1),
+    K,
+    DraftOptions(share, share),
+    plan,
+    given,
+  )
+  return drafts.logits[0]
 
 
 class _Watched:

@@ -73,20 +73,23 @@ def write_random_checkpoint(
   config = transformers.GlmMoeDsaConfig(**{**SMALL, **(overrides or {})})
   torch.manual_seed(seed)
   model = transformers.GlmMoeDsaForCausalLM(config)
-  _randomise(model)
+  _randomise(model, config.initializer_range)
   _to(model, dtype)
   model.save_pretrained(directory)
   if mtp:
     _add_drafter(directory, config, dtype)
 
 
-def _randomise(module: torch.nn.Module) -> None:
+def _randomise(module: torch.nn.Module, std: float) -> None:
   with torch.no_grad():
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
       if name.endswith(('norm.weight', 'layernorm.weight')):
         value.copy_(1 + 0.2 * torch.randn_like(value))
       elif name.endswith(('k_norm.bias', 'e_score_correction_bias')):
         value.copy_(0.2 * torch.randn_like(value))
+      elif name.endswith('embed_tokens.weight'):
+        # torch leaves the pad row at 0, where all index scores would tie.
+        value.normal_(0, std)
 
 
 def _to(module: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -107,7 +110,7 @@ def _add_drafter(directory, config, dtype) -> None:
   with torch.no_grad():
     for value in layer.parameters():
       value.normal_(0, config.initializer_range)
-  _randomise(layer)
+  _randomise(layer, config.initializer_range)
   _to(layer, dtype)
   state = layer.state_dict()
   for e, weight in enumerate(state.pop('mlp.experts.gate_up_proj')):

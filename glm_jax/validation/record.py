@@ -3,6 +3,7 @@
     meta.json            what was run and how; written last
     layer_000.safetensors  a layer's tensors (`walk.LayerTensors`), float32
     logits.safetensors   present when the last layer was run
+    drafts.safetensors   present when the drafter was run
 
 A layer's `input` is left out where it is the layer below's `hidden`, and a
 shared layer's `selected` where the nearest recorded layer below has it. A
@@ -25,6 +26,7 @@ from safetensors.numpy import load, save
 from glm_jax.config import ModelConfig, config_to_published
 from glm_jax.validation.walk import LayerTensors, Side
 
+DRAFTS_FILE = 'drafts.safetensors'
 _FORMAT = 'glm-jax validation record 1'
 # Keys that do not change what a layer computes.
 _IGNORED = (
@@ -135,6 +137,10 @@ class Writer:
   def add_logits(self, logits: np.ndarray):
     """Writes [T, V] logits."""
     self._write('logits.safetensors', {'logits': logits})
+
+  def add_drafts(self, logits: np.ndarray):
+    """Writes [2, K, V] draft logits, with sharing and without."""
+    self._write(DRAFTS_FILE, {'logits': logits})
 
   def finish(self, meta: Meta):
     """Describes the record and puts it in its place."""
@@ -254,6 +260,11 @@ class Record:
     if not self.meta.logits:
       return None
     return _read(self.path / 'logits.safetensors')['logits']
+
+  def drafts(self) -> np.ndarray | None:
+    """[2, K, V], None where the drafter was not run."""
+    path = self.path / DRAFTS_FILE
+    return _read(path)['logits'] if path.exists() else None
 
   def _selected_below(self, layer):
     for below in reversed([i for i in self.meta.layers if i < layer]):

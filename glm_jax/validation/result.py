@@ -26,6 +26,8 @@ class Result:
   Attributes:
     passed: everything compared is within tolerance.
     max_abs_logit_error: largest absolute difference of two logits.
+    max_abs_draft_logit_error: the same for the drafter's steps, with sharing
+      and without; None without a drafter.
     argmax_agreement: share of positions with the same largest logit.
     selected_set_agreement: share of (full layer, row) pairs that select the
       same keys, up to near ties at the k-th score.
@@ -41,6 +43,7 @@ class Result:
 
   passed: bool
   max_abs_logit_error: float | None
+  max_abs_draft_logit_error: float | None
   argmax_agreement: float | None
   selected_set_agreement: float | None
   selected_ties: int
@@ -84,6 +87,9 @@ class Result:
         f'largest logit error: {self.max_abs_logit_error:.3e}',
         f'argmax agreement: {self.argmax_agreement:.6f}',
       ]
+    if self.max_abs_draft_logit_error is not None:
+      error = self.max_abs_draft_logit_error
+      lines.append(f'largest draft logit error: {error:.3e}')
     verdict = 'passed' if self.passed else f'FAILED: they part at {self.parted}'
     return [*lines, verdict]
 
@@ -91,6 +97,7 @@ class Result:
 def make_result(
   layers: list[LayerResult],
   logits: LogitsResult | None,
+  drafts: LogitsResult | None,
   tolerance: Tolerance,
   num_tokens: int,
   record: str | None,
@@ -99,12 +106,15 @@ def make_result(
   parted = next((Parting(r.layer, r.parted) for r in layers if r.parted), None)
   if parted is None and logits is not None and not logits.passed:
     parted = Parting(None, 'logits')
+  if parted is None and drafts is not None and not drafts.passed:
+    parted = Parting(None, 'draft logits')
   shares = [
     r.selected_agreement for r in layers if r.selected_agreement is not None
   ]
   return Result(
     passed=parted is None,
     max_abs_logit_error=None if logits is None else logits.max_abs_error,
+    max_abs_draft_logit_error=None if drafts is None else drafts.max_abs_error,
     argmax_agreement=None if logits is None else logits.argmax_agreement,
     selected_set_agreement=sum(shares) / len(shares) if shares else None,
     selected_ties=sum(r.selected_ties for r in layers),

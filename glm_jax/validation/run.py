@@ -13,6 +13,9 @@ from glm_jax.validation.record import Record, Writer, make_meta
 from glm_jax.validation.result import Result, make_result
 from glm_jax.validation.walk import Side, rejoin, walk
 
+# Drafts compared: the first step and later ones, which share its index.
+NUM_DRAFTS = 4
+
 
 class Run:
   """The last side, judged by the first one or by a record, if either is."""
@@ -65,13 +68,14 @@ class Run:
         line += f': {results[-1].parted or "ok"}'
       self.log(line)
     logits = self._logits(expected, out, tol, writer)
+    drafts = self._drafts(expected, out, tol, writer)
     if writer is not None:
       side = self.believed or self.judged
       writer.finish(
         make_meta(side, self.tokens, self.dtype, self.layers, self.to_the_end)
       )
     path = None if writer is None else os.fspath(writer.path)
-    return make_result(results, logits, tol, len(self.tokens), path)
+    return make_result(results, logits, drafts, tol, len(self.tokens), path)
 
   def _expected(self):
     """The reference's layers, one by one; None without a reference."""
@@ -97,3 +101,30 @@ class Run:
     if reference is None:
       return None
     return compare.compare_logits(reference, logits, tol)
+
+  def _drafts(self, expected, out, tol, writer):
+    """Compares and records draft logits, where there is a drafter.
+
+    In bfloat16 a near tie of its index or experts is enough to part the
+    later steps, so the drafter is compared in float32 only.
+    """
+    has_drafter = layer_plan(self.judged.config).has_mtp
+    if not (has_drafter and self.to_the_end and len(self.tokens) > 1):
+      return None
+    if self.dtype != 'float32':
+      self.log('drafter: compared in float32 only')
+      return None
+    reference = None if self.reference is None else self.reference.drafts()
+    if self.reference is not None and reference is None:
+      self.log('drafter: not in the record')
+      return None
+    given = [int(t) for t in self.tokens[: NUM_DRAFTS - 1]]
+    drafts = self.judged.drafts(self.tokens, rejoin(expected, out), given)
+    if self.believed is not None:
+      reference = self.believed.drafts(self.tokens, expected.hidden, given)
+    if writer is not None:
+      writer.add_drafts(drafts if self.believed is None else reference)
+    if reference is None:
+      return None
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    return compare.compare_logits(flat(reference), flat(drafts), tol)

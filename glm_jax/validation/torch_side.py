@@ -23,6 +23,7 @@ import transformers
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from glm_jax.config import ModelConfig, config_from_published
+from glm_jax.validation.torch_drafter import TorchDrafter
 from glm_jax.validation.torch_weights import TorchWeights
 from glm_jax.validation.walk import (
   LayerTensors,
@@ -102,6 +103,22 @@ class TorchSide:
     with _precise(), torch.no_grad():
       x = norm(torch.from_numpy(hidden).to(self.dtype))
       return _numpy(x @ head.T)
+
+  def drafts(
+    self, tokens: np.ndarray, hidden: np.ndarray, drafted: list[int]
+  ) -> np.ndarray:
+    """[2, K, V] draft logits, with sharing and without; float32."""
+    c = self.config
+    norm = glm.GlmMoeDsaRMSNorm(c.hidden_size, c.rms_norm_eps)
+    self._weights.copy_into(norm.weight.data, 'model.norm.weight')
+    drafter = TorchDrafter(self._weights, self._hf, c)
+    with _precise(), torch.no_grad():
+      states = norm(torch.from_numpy(hidden[:-1]))
+      ids = [int(t) for t in tokens]
+      both = [
+        drafter(ids, states, drafted, share=share) for share in (True, False)
+      ]
+    return _numpy(torch.stack(both))
 
   def _run(self, module, layer, x, selected) -> LayerTensors:
     """Runs a loaded layer on [T, D] rows of one sequence."""

@@ -75,6 +75,19 @@ class Side(Protocol):
     """[T, V] float32 of [T, D] hidden states above the last layer."""
     ...
 
+  def drafts(
+    self, tokens: np.ndarray, hidden: np.ndarray, drafted: list[int]
+  ) -> np.ndarray:
+    """[2, K, V] draft logits, with sharing and without.
+
+    Args:
+      tokens: [T] verified tokens.
+      hidden: [T, D] hidden states above the last layer; the last is unused,
+        its token has not been through the trunk.
+      drafted: K - 1 tokens that the later steps embed.
+    """
+    ...
+
 
 def walk(
   side: Side,
@@ -113,6 +126,7 @@ def walk(
         out, carried = _run_full(run, x, reference)
       else:
         out = run(x, carried)
+    del run  # or its layer would stay in memory beside another side's
     x = rejoin(reference, out)
     if listed:
       yield reference, out

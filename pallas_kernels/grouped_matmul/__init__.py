@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -70,7 +68,9 @@ def grouped_matmul(
   tile = xla.default_tile(M, E) if tile is None else tile
   forward = AVAILABLE[choice.implementation]
   if choice.implementation == 'xla':
-    forward = functools.partial(forward, tile=tile)
+    forward = lambda *args, **kwargs: xla.grouped_matmul(
+      *args, **kwargs, tile=tile
+    )
   layer, group_sizes = jnp.asarray(layer, jnp.int32), jnp.asarray(group_sizes)
   args = (x, weights, scales, layer, group_sizes)
   return backward.multiply(forward, scale_block, tile, *args)

@@ -14,7 +14,6 @@ that are not differentiated (frozen, or fp8) have no such array.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -96,8 +95,7 @@ def gradients(
   return d_x[:M], d_w
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def multiply(
+def _multiply(
   forward: Callable,
   scale_block: tuple[int, int],
   tile: int,
@@ -160,4 +158,5 @@ def _multiply_backward(forward, scale_block, tile, residuals, d_out):
   return d_x, d_w, None, None, None
 
 
+multiply = jax.custom_vjp(_multiply, nondiff_argnums=(0, 1, 2))
 multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)

@@ -1,6 +1,6 @@
 """Lightning-indexer scores in plain XLA, a few pages at a time.
 
-Memory law: the [T, I, keys] products exist for `_CHUNK` pages only. The
+Memory law: the [T, I, keys] products exist for `CHUNK` pages only. The
 chunk has one fixed shape, so a key's score has the same bits whatever the
 length of the context.
 """
@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.tiling import dot, round_up
 
-_CHUNK = 16  # pages scored at a time
+CHUNK = 16  # pages scored at a time
 
 
 def indexer_scores(
@@ -32,11 +32,11 @@ def indexer_scores(
   T = q.shape[0]
   page = key_pages.shape[1]
   n = page_table.shape[1]
-  padded = round_up(n, _CHUNK)
+  padded = round_up(n, CHUNK)
   pages_Tn = jnp.pad(
     page_table, ((0, 0), (0, padded - n)), constant_values=-1
   )[jnp.maximum(row_seq, 0)]
-  chunks = pages_Tn.reshape(T, padded // _CHUNK, _CHUNK).swapaxes(0, 1)
+  chunks = pages_Tn.reshape(T, padded // CHUNK, CHUNK).swapaxes(0, 1)
   # fp8 keys are exact in bf16; nothing else is ever narrowed.
   stored = jnp.bfloat16 if key_scales is not None else key_pages.dtype
   compute = jnp.promote_types(q.dtype, stored)
@@ -45,17 +45,17 @@ def indexer_scores(
     start, pages = chunk
     at = jnp.maximum(pages, 0)
     keys = key_pages[at].astype(compute)
-    keys = keys.reshape(T, _CHUNK * page, q.shape[-1])
+    keys = keys.reshape(T, CHUNK * page, q.shape[-1])
     dots_TIS = dot('tih,tsh->tis', q, keys)
     scores = jnp.sum(relu(dots_TIS) * w[:, :, None], axis=1)
     if key_scales is not None:
       scores = scores * key_scales[at].reshape(scores.shape)
-    pos = start * page + jnp.arange(_CHUNK * page)[None]
+    pos = start * page + jnp.arange(CHUNK * page)[None]
     here = jnp.repeat(pages >= 0, page, axis=1)
     seen = here & (pos >= first) & (pos <= row_pos[:, None])
     return jnp.where(seen, scores, -jnp.inf)
 
-  starts = jnp.arange(0, padded, _CHUNK, dtype=jnp.int32)
+  starts = jnp.arange(0, padded, CHUNK, dtype=jnp.int32)
   scores = lax.map(score, (starts, chunks))  # [chunks, T, keys]
   scores_TS = scores.swapaxes(0, 1).reshape(T, padded * page)
   return scores_TS[:, : n * page]

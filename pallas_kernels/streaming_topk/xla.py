@@ -1,7 +1,8 @@
 """Exact top-k in plain XLA: scores of one bounded block of rows at a time.
 
-Memory law: [rows, S] float32 scores exist for as many rows (a multiple of
-eight) as fit in `block_bytes`, never for all T.
+Memory law: [rows, S] float32 scores, and the keys and products of one chunk
+of pages, exist for as many rows (a multiple of eight) as fit in
+`block_bytes`, never for all T.
 """
 
 from __future__ import annotations
@@ -60,5 +61,8 @@ def streaming_topk(
       jnp.pad(winners, pad, constant_values=-jnp.inf),
     )
 
-  block = rows_per_block(4 * S, block_bytes, q.shape[0])
+  _, I, H = q.shape  # noqa: E741
+  chunk = scores_xla.CHUNK * key_pages.shape[1]
+  row_bytes = 4 * S + chunk * (4 * I + q.dtype.itemsize * H)
+  block = rows_per_block(row_bytes, block_bytes, q.shape[0])
   return map_row_blocks(select, block, q, w, row_seq, row_pos)

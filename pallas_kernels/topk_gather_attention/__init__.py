@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -94,5 +92,7 @@ def topk_gather_attention(
   args = (q, rows, row_scales, within_pool(slots, rows.shape[0], 'slot'))
   forward = AVAILABLE[choice.implementation]
   if choice.implementation == 'xla':
-    forward = functools.partial(forward, block_bytes=block_bytes)
+    forward = lambda *args, **kwargs: xla.topk_gather_attention(
+      *args, **kwargs, block_bytes=block_bytes
+    )
   return backward.attend(forward, scale, latent_width, block_bytes, *args)

@@ -18,7 +18,6 @@ pool's gradient is one [M, W] float32 array that every block adds to.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -161,8 +160,7 @@ def gradients(
   return d_q.astype(q.dtype), d_rows.astype(rows.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def attend(
+def _attend(
   forward: Callable,
   scale: float,
   latent_width: int,
@@ -218,6 +216,7 @@ def _attend_backward(
   return d_q, d_rows, None, None
 
 
+attend = jax.custom_vjp(_attend, nondiff_argnums=(0, 1, 2, 3))
 attend.defvjp(_attend_forward, _attend_backward)
 
 

@@ -52,7 +52,11 @@ def small_config(seed, **changes) -> ModelConfig:
 
 @functools.cache
 def small_model(seed):
-  return init_model(small_config(seed), jax.random.key(seed))
+  return make_model(small_config(seed), seed)
+
+
+def make_model(config, seed):
+  return jax.jit(lambda key: init_model(config, key))(jax.random.key(seed))
 
 
 def prompts(seed, lengths):
@@ -135,92 +139,109 @@ class LosslessTest(parameterized.TestCase):
     (0, 3, LENGTHS, 'right'),
     (0, 3, LENGTHS, 'wrong'),
     (0, 3, LENGTHS, 'alternating'),
-    (2, 7, LENGTHS, 'alternating'),
-    (4, 1, LENGTHS[:1], 'alternating'),
-    (5, 5, LENGTHS[2:3], 'right'),
+    (1, 7, LENGTHS, 'alternating'),
+    (0, 1, LENGTHS[2:3], 'alternating'),
   )
   def test_known_fault_38_greedy_tokens_and_logits_are_bit_equal(
     self, seed, K, lengths, kind
   ):
     check_lossless(seed, K, lengths, kind)
 
-  @pytest.mark.long
   @parameterized.product(
     seed=tuple(range(6)),
     K=(1, 3, 5, 7),
     lengths=(LENGTHS, LENGTHS[2:3]),
     kind=('own', 'right', 'wrong', 'alternating'),
   )
+  @pytest.mark.long
   def test_all_checkpoints_and_draft_counts(self, seed, K, lengths, kind):
     check_lossless(seed, K, lengths, kind)
 
-  def test_unshared_and_adaptive_drafts_are_lossless_too(self):
-    model, texts = small_model(0), prompts(0, LENGTHS)
-    want = generate(model, texts, max_new_tokens=10).tokens
-    for options, adaptive in (
-      (DraftOptions(share_index=False, share_kv=False), False),
-      (DraftOptions(advance_position=False, greedy=True), True),
-    ):
-      got = generate(
-        model,
-        texts,
-        max_new_tokens=10,
-        num_speculative_tokens=3,
-        draft_options=options,
-        adaptive_drafts=adaptive,
-      )
-      assert got.tokens == want
+  @parameterized.parameters(
+    (DraftOptions(share_index=False, share_kv=False), True),
+  )
+  def test_other_ways_to_draft_are_lossless_too(self, options, adaptive):
+    self._check_options(options, adaptive)
+
+  @parameterized.parameters(
+    (DraftOptions(advance_position=False), False),
+    (DraftOptions(greedy=True), True),
+    (DraftOptions(False, False, advance_position=False), False),
+  )
+  @pytest.mark.long
+  def test_more_ways_to_draft(self, options, adaptive):
+    self._check_options(options, adaptive)
+
+  def _check_options(self, options, adaptive):
+    tokens, _ = plain(0, LENGTHS)
+    got = generate(
+      small_model(0),
+      prompts(0, LENGTHS),
+      max_new_tokens=12,
+      num_speculative_tokens=3,
+      draft_options=options,
+      adaptive_drafts=adaptive,
+      prefill_chunk=32,
+      plan=TILED,
+    )
+    assert got.tokens == tokens.tolist()
 
   def test_bfloat16_by_teacher_forcing(self):
     """Each greedy token is the best of plain decoding on the same prefix."""
-    config = small_config(1, dtype='bfloat16')
-    model = init_model(config, jax.random.key(1))
+    model = make_model(small_config(0, dtype='bfloat16'), 1)
     texts = prompts(1, LENGTHS)
-    got = generate(
-      model, texts, max_new_tokens=8, num_speculative_tokens=3
-    ).tokens
-    for text, new in zip(texts, got):
-      state = begin(model, [text], 8, 0, LocalPlan())
-      for token in new:
-        forced = dataclasses.replace(state)
-        state, logits = decode_step(model, forced, plan=LocalPlan())
-        row = np.asarray(logits[0])
-        assert row.max() - row[token] <= 2e-2  # one bf16 step at |logit| ~ 4
-        state = dataclasses.replace(
-          state, last_token=jnp.asarray([token], jnp.int32)
-        )
+    got = np.array(
+      generate(
+        model, texts, max_new_tokens=8, num_speculative_tokens=3
+      ).tokens
+    )
+    state = begin(model, texts, 8, 0, LocalPlan(), chunk=512)
+    for i in range(8):
+      state, logits = decode_step(model, state, plan=LocalPlan())
+      logits = np.asarray(logits)
+      chosen = logits[np.arange(len(texts)), got[:, i]]
+      # Two bf16 roundings of a logit of about 4: 2 x 4 x 2^-9.
+      np.testing.assert_array_less(logits.max(-1) - chosen, 1.6e-2)
+      state = dataclasses.replace(state, last_token=jnp.asarray(got[:, i]))
 
   def test_eos_inside_an_accepted_draft_ends_there(self):
-    seed, K = 0, 7
+    seed, K = 0, 3
     tokens, _ = plain(seed, LENGTHS)
     model, texts = small_model(seed), prompts(seed, LENGTHS)
-    eos = int(tokens[0, 3])
-    state = start_drafting(model, begin(model, texts, 12, K), K)
-    forced = jnp.asarray(tokens[:, :K])
-    state, done = speculative_step(model, state, forced, plan=TILED, eos=(eos,))
+    eos = int(tokens[0, 1])
     first = int(np.argmax(tokens[0] == eos))
+    decode = begin(model, texts, 12, K)
+    decode = dataclasses.replace(decode, eos=jnp.asarray([eos], jnp.int32))
+    state = start_drafting(model, decode, K)
+    state, done = speculative_step(
+      model, state, jnp.asarray(tokens[:, :K]), plan=TILED
+    )
+    assert int(done.accepted[0]) > first  # more stood, and were dropped
     assert int(done.count[0]) == first + 1
     assert bool(state.decode.done[0])
-    assert int(done.accepted[0]) >= first  # more stood, and were dropped
     got = generate(
       model,
       texts,
       max_new_tokens=12,
       num_speculative_tokens=K,
       eos_token_ids=(eos,),
+      prefill_chunk=32,
       plan=TILED,
     )
     assert got.tokens[0] == tokens[0, : first + 1].tolist()
 
   def test_limits_are_exact(self):
+    tokens, _ = plain(0, LENGTHS)
     for new in (1, 2, 5):
       out = generate(
         small_model(0),
-        prompts(0, (40, 3)),
+        prompts(0, LENGTHS),
         max_new_tokens=new,
-        num_speculative_tokens=7,
+        num_speculative_tokens=3,
+        prefill_chunk=32,
+        plan=TILED,
       )
-      assert [len(t) for t in out.tokens] == [new, new]
+      assert out.tokens == tokens[:, :new].tolist()
 
   @parameterized.parameters(-1, 9)
   def test_draft_counts_out_of_range(self, K):
@@ -246,7 +267,7 @@ class CacheTest(parameterized.TestCase):
 
   @parameterized.parameters('right', 'wrong', 'alternating')
   def test_known_fault_37_rows_equal_a_fresh_prefill(self, kind):
-    seed, K, new = 2, 3, 12
+    seed, K, new = 0, 3, 12
     model, texts = small_model(seed), prompts(seed, LENGTHS)
     tokens, _ = plain(seed, LENGTHS)
     force = forcing(kind, tokens)
@@ -342,21 +363,19 @@ def poison(model, state):
 
 class IndexCallsTest(parameterized.TestCase):
   def test_known_fault_35_one_indexer_call_a_draft_pass(self):
-    model, texts = small_model(0), prompts(0, (40,))
-    for K in (1, 3, 7):
+    for share in (True, False):
       out = generate(
-        model, texts, max_new_tokens=9, num_speculative_tokens=K
+        small_model(0),
+        prompts(0, LENGTHS),
+        max_new_tokens=12,
+        num_speculative_tokens=3,
+        draft_options=DraftOptions(share, share),
+        adaptive_drafts=not share,
+        prefill_chunk=32,
+        plan=TILED,
       ).drafts
-      assert out.index_calls == out.passes
-    options = DraftOptions(share_index=False, share_kv=False)
-    out = generate(
-      model,
-      texts,
-      max_new_tokens=2,
-      num_speculative_tokens=3,
-      draft_options=options,
-    ).drafts
-    assert out.index_calls > out.passes
+      assert out.passes >= 4
+      assert (out.index_calls == out.passes) == share
 
   def test_known_fault_35_calls_are_counted_where_they_happen(self):
     """Through the plan: 21 + 1 in a prefill step of the real schedule."""
@@ -374,8 +393,8 @@ class IndexCallsTest(parameterized.TestCase):
       mlp_types=presets.PRESETS['glm52'].mlp_types,
       hidden_size=16,
     )
-    model = init_model(config, jax.random.key(0))
-    begin(model, [[1, 2, 3, 4, 5]], 4, 3, Counting())
+    model = make_model(config, 0)
+    begin(model, [[1, 2, 3, 4, 5]], 4, 3, Counting(), chunk=8)
     jax.effects_barrier()
     assert len(calls) == 22
     calls.clear()

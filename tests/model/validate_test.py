@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ import safetensors.torch
 import torch
 from model import oracle
 
-from glm_jax.validation import compare, run, validate
+from glm_jax.checkpoints.published import PublishedCheckpoint
+from glm_jax.validation import compare, run, torch_side, validate
 from glm_jax.validation.record import Record
 from glm_jax.validation.result import Parting
 
@@ -244,6 +246,27 @@ def test_ties_go_on_with_the_references_choice(tmp_path):
   assert result.passed and result.selected_set_agreement == 1
   assert result.selected_ties > 0
   assert result.expert_ties > 0
+
+
+def test_one_layer_is_in_memory_at_a_time(monkeypatch):
+  # The published checkpoint has to fit in 64 GiB, both sides in one process.
+  loaded = []
+
+  def watch(owner, name, of):
+    load = getattr(owner, name)
+
+    def loading(*args, **kwargs):
+      out = load(*args, **kwargs)
+      assert not [r for r in loaded if r() is not None]
+      loaded.append(weakref.ref(of(out)))
+      return out
+
+    monkeypatch.setattr(owner, name, loading)
+
+  watch(torch_side.glm, 'GlmMoeDsaDecoderLayer', lambda layer: layer)
+  watch(PublishedCheckpoint, 'load_block', lambda out: out[0])
+  assert quiet(oracle.checkpoint(0), IDS).passed
+  assert len(loaded) == 16
 
 
 def test_bfloat16():

@@ -1,0 +1,167 @@
+"""Rows of packed windows: who sees whom, and what the indexer selects.
+
+A batch is B windows of S rows. A row is named by its place in its window, so
+"slots" below are 0 .. S - 1, -1 for none. A row sees the rows of its own
+segment up to itself; for the drafter, whose slot 0 is empty, those from
+position `first` on. There is no cache: a window's rows are all there is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.indexer_scores.reference import relu
+from pallas_kernels.streaming_topk.reference import comparable
+from pallas_kernels.tiling import PAGE, dot
+
+
+class Windows(NamedTuple):
+  """One batch on the device; S rows and E tokens of look-ahead.
+
+  Attributes:
+    tokens: [B, S + E] int32.
+    segments: [B, S + E] int32, 0 for no segment.
+    positions: [B, S + E] int32 within the segment.
+  """
+
+  tokens: jax.Array
+  segments: jax.Array
+  positions: jax.Array
+
+  @property
+  def rows(self) -> int:
+    """S: whole pages; the look-ahead is less than one."""
+    return self.tokens.shape[1] // PAGE * PAGE
+
+  def targets(self, distance: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens `distance` rows on [B, S], and where those are the segment's."""
+    S = self.rows
+    ahead = slice(distance, distance + S)
+    missing = max(distance + S - self.tokens.shape[1], 0)
+    far = lambda a: jnp.pad(a[:, ahead], ((0, 0), (0, missing)))
+    own = self.segments[:, :S]
+    return far(self.tokens), (own > 0) & (own == far(self.segments))
+
+
+class Queries(NamedTuple):
+  """Where a set of query rows stands, all S rows or some of them.
+
+  Attributes:
+    index: [B, R] int32 place in the window.
+    segment: [B, R] int32.
+  """
+
+  index: jax.Array
+  segment: jax.Array
+
+
+class Keys(NamedTuple):
+  """What stands at each row of a window.
+
+  Attributes:
+    segment: [B, S] int32.
+    position: [B, S] int32.
+    first: lowest position that holds a key.
+  """
+
+  segment: jax.Array
+  position: jax.Array
+  first: int
+
+  @property
+  def queries(self) -> Queries:
+    """All rows as queries."""
+    index = jnp.arange(self.segment.shape[1], dtype=jnp.int32)
+    return Queries(
+      jnp.broadcast_to(index, self.segment.shape), self.segment
+    )
+
+
+def visible(queries: Queries, keys: Keys) -> jax.Array:
+  """Which keys each query sees, [B, R, S] (or [R, S] without a batch)."""
+  index = jnp.arange(keys.segment.shape[-1])
+  seen = queries.segment[..., :, None] == keys.segment[..., None, :]
+  seen &= (queries.segment > 0)[..., :, None]
+  seen &= index <= queries.index[..., :, None]
+  return seen & (keys.position >= keys.first)[..., None, :]
+
+
+def visible_slots(queries: Queries, keys: Keys) -> jax.Array:
+  """All visible keys as a selection [B, R, S], -1 where unseen."""
+  index = jnp.arange(keys.segment.shape[-1], dtype=jnp.int32)
+  return jnp.where(visible(queries, keys), index, -1)
+
+
+def slots_mask(slots: jax.Array, size: int) -> jax.Array:
+  """A selection [B, R, k] as a mask [B, R, size]."""
+  B, R, _ = slots.shape
+  b = jnp.arange(B)[:, None, None]
+  r = jnp.arange(R)[None, :, None]
+  at = jnp.where(slots < 0, size, slots)
+  mask = jnp.zeros((B, R, size), bool)
+  return mask.at[b, r, at].set(True, mode='drop')
+
+
+def pool_slots(slots: jax.Array, size: int) -> jax.Array:
+  """Slots [B, R, k] as ids [B * R, k] of the pool of all windows' rows."""
+  start = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None, None] * size
+  ids = jnp.where(slots < 0, -1, slots + start)
+  return ids.reshape(-1, slots.shape[-1])
+
+
+def strided(a: jax.Array, stride: int, offset: jax.Array | int) -> jax.Array:
+  """Rows offset, offset + stride, ... of [B, S, ...]: [B, S / stride, ...]."""
+  B, S = a.shape[:2]
+  parts = a.reshape(B, S // stride, stride, *a.shape[2:])
+  return lax.dynamic_index_in_dim(parts, offset, 2, keepdims=False)
+
+
+def select(
+  index_q: jax.Array,
+  w: jax.Array,
+  index_keys: jax.Array,
+  keys: Keys,
+  k: int,
+  chunk: int,
+) -> jax.Array:
+  """The k best visible keys of every row; no gradient.
+
+  Args:
+    index_q: [B, S, I, H] index queries after RoPE.
+    w: [B, S, I] float32 head weights.
+    index_keys: [B, S, H].
+    keys: what stands at each row.
+    k: keys wanted.
+    chunk: rows whose [I, S] products exist at once.
+
+  Returns:
+    [B, S, k] int32 slots in no order, -1 for none. Equal scores go to the
+    lower slot, as in `streaming_topk`.
+  """
+  index_q, w, index_keys = lax.stop_gradient((index_q, w, index_keys))
+  B, S = w.shape[:2]
+  chunk = min(chunk, S)
+  if S % chunk:
+    raise ValueError(f'{chunk=} must divide the window of {S} rows')
+  n = S // chunk
+  width = min(k, S)
+
+  def best(xs):
+    q, w, queries, b = xs
+    one = lambda a: lax.dynamic_index_in_dim(a, b, 0, keepdims=False)
+    own = Keys(one(keys.segment), one(keys.position), keys.first)
+    dots = dot('tih,sh->tis', q, one(index_keys))
+    scores = comparable(dot('tis,ti->ts', relu(dots), w))
+    scores = jnp.where(visible(queries, own), scores, -jnp.inf)
+    winners, slots = lax.top_k(scores, width)
+    return jnp.where(winners > -jnp.inf, slots, -1)
+
+  cut = lambda a: a.reshape(B * n, chunk, *a.shape[2:])
+  parts = (*map(cut, (index_q, w)), jax.tree.map(cut, keys.queries))
+  slots = lax.map(best, (*parts, jnp.repeat(jnp.arange(B), n)))
+  slots = slots.reshape(B, S, width).astype(jnp.int32)
+  return jnp.pad(slots, ((0, 0), (0, 0), (0, k - width)), constant_values=-1)
