@@ -27,6 +27,7 @@ setup(
     'glm_jax.checkpoints',
     'glm_jax.data',
     'glm_jax.losses',
+    'glm_jax.training',
     'glm_jax.validation',
     'pallas_kernels',
     'pallas_kernels.grouped_matmul',

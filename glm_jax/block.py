@@ -68,9 +68,7 @@ class Block(nnx.Module):
     self.indexer = Indexer(keys[1], config, init) if full else None
     self.post_norm = RMSNorm(D, eps, init)
     self.moe = Moe(keys[2], config, init) if moe else None
-    self.mlp = (
-      None if moe else Mlp(keys[2], D, config.intermediate_size, init)
-    )
+    self.mlp = None if moe else Mlp(keys[2], D, config.intermediate_size, init)
     self.topk = config.indexer.topk
 
   def __call__(
@@ -131,9 +129,7 @@ class Block(nnx.Module):
     _, q, _ = self.attention.project(self.input_norm(x), cos, sin)
     return self.attention.absorb(q)
 
-  def _attention_inputs(
-    self, x, cache, selection, ids, step, replay, captured
-  ):
+  def _attention_inputs(self, x, cache, selection, ids, step, replay, captured):
     """Projects, writes this step's rows, selects."""
     rows, plan = step.rows, step.plan
 

@@ -182,18 +182,13 @@ def start(
   pos = np.concatenate([np.arange(n - 1, dtype=np.int32) for n in lengths])
   chunk = min(prefill_chunk, max(8, 1 << (max(len(pos), 1) - 1).bit_length()))
   for i in range(0, len(pos), chunk):
-    part = lambda a, fill: np.pad(  # noqa: B023
-      a[i : i + chunk],
-      (0, max(0, i + chunk - len(a))),
-      constant_values=fill,
-    )
     cache = prefill_step(
       model,
       cache,
       page_table,
-      part(tokens, 0),
-      part(seq, 0),
-      part(pos, -1),
+      _part(tokens, i, chunk, 0),
+      _part(seq, i, chunk, 0),
+      _part(pos, i, chunk, -1),
       plan=plan,
       with_drafter=num_drafts > 0,
     )
@@ -207,3 +202,9 @@ def start(
     done=jnp.zeros(len(prompts), bool),
     params=params,
   )
+
+
+def _part(a: np.ndarray, first: int, size: int, fill: int) -> np.ndarray:
+  """a[first : first + size], filled up to `size`."""
+  part = a[first : first + size]
+  return np.pad(part, (0, size - len(part)), constant_values=fill)

@@ -58,6 +58,9 @@ class DraftOptions:
       )
 
 
+SHARED = DraftOptions()
+
+
 class Drafts(NamedTuple):
   """What a round of drafting proposes.
 
@@ -90,9 +93,7 @@ def drafter(model: Model) -> Mtp:
   return model.mtp
 
 
-def previous_hidden(
-  cache: Cache, rows: Rows, hidden: jax.Array
-) -> jax.Array:
+def previous_hidden(cache: Cache, rows: Rows, hidden: jax.Array) -> jax.Array:
   """Hidden state of the position before each row.
 
   Args:
@@ -188,9 +189,7 @@ def prefill_rows(
   return cache_lib.write_hidden(cache, rows, hidden)
 
 
-def draft_logits(
-  model: Model, hidden: jax.Array, plan: LocalPlan
-) -> jax.Array:
+def draft_logits(model: Model, hidden: jax.Array, plan: LocalPlan) -> jax.Array:
   """Logits [T, V] of the drafter's hidden states, which are normed already."""
   return head(model, hidden, plan, own=drafter(model).head)
 
@@ -206,7 +205,7 @@ def draft(
   count: jax.Array,
   params: SamplingParams,
   num_drafts: int,
-  options: DraftOptions = DraftOptions(),
+  options: DraftOptions = SHARED,
   plan: LocalPlan | None = None,
   forced: jax.Array | None = None,
 ) -> tuple[Drafts, Cache]:
@@ -336,7 +335,5 @@ def _propose(model, out, j, last, params, options, plan, forced):
   return out._replace(
     tokens=jax.lax.dynamic_update_slice(out.tokens, token[:, None], at),
     q=jax.lax.dynamic_update_slice(out.q, q[:, None], (*at, 0)),
-    logits=jax.lax.dynamic_update_slice(
-      out.logits, logits[:, None], (*at, 0)
-    ),
+    logits=jax.lax.dynamic_update_slice(out.logits, logits[:, None], (*at, 0)),
   )

@@ -16,7 +16,7 @@ from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
 from glm_jax.sampling import sampling_params
 from glm_jax.speculative import speculative_step, start_drafting
-from glm_jax.text import Tokenizer, TextStream, find_stop
+from glm_jax.text import TextStream, Tokenizer, find_stop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,9 +226,7 @@ def _scan_groups(model, x, cache, step, replay):
     return (x, cache), {k: jnp.stack(v) for k, v in kept.items()}
 
   own = None if replay is None else replay[index0:]
-  (x, cache), kept = jax.lax.scan(
-    body, (x, cache), (model.groups, group0, own)
-  )
+  (x, cache), kept = jax.lax.scan(body, (x, cache), (model.groups, group0, own))
   flat = {k: v.reshape(-1, *v.shape[2:]) for k, v in kept.items()}
   return x, cache, flat
 
@@ -277,8 +275,7 @@ def trunk(
     x, cache, more = _scan_groups(model, x, cache, step, replay)
     names = dict.fromkeys([*kept, *more])
     kept = {
-      k: jnp.concatenate([d[k] for d in (kept, more) if k in d])
-      for k in names
+      k: jnp.concatenate([d[k] for d in (kept, more) if k in d]) for k in names
     }
   return plan.rows(model.norm, x), cache, kept
 

@@ -1,7 +1,7 @@
 """The weights of the drafter, checkpoint layer N (spec/model.md section 4.1).
 
     z = eh_proj([enorm(embedding of token i + 1) ; hnorm(hidden of i)])
-    u = decoder layer(z)           sparse, with an indexer and a cache of its own
+    u = decoder layer(z)           sparse, with its own indexer and cache
     g = shared_head.norm(u)        logits = head(g) predict token i + 2
 
 How rows are stored and drafts are made is in `drafting.py`.
@@ -27,9 +27,7 @@ class Mtp(nnx.Module):
     keys = jax.random.split(key, 4)
     self.embed_norm = RMSNorm(D, eps, init)
     self.hidden_norm = RMSNorm(D, eps, init)
-    self.project = Linear(
-      keys[0], 2 * D, D, ('embed', None), init, fp8=False
-    )
+    self.project = Linear(keys[0], 2 * D, D, ('embed', None), init, fp8=False)
     self.block = Block(keys[1], config, init, full=True, moe=True)
     self.experts = Experts(keys[2], 1, config, init)
     self.norm = RMSNorm(D, eps, init)

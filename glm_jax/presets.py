@@ -18,8 +18,8 @@ from glm_jax.config import (
   ModelConfig,
   MoeConfig,
   MtpConfig,
-  index_pattern,
 )
+from glm_jax.published_config import index_pattern
 
 _GLM52 = ModelConfig(
   indexer_types=index_pattern({}),

@@ -23,7 +23,7 @@ from glm_jax import drafting
 from glm_jax.acceptance import judge, next_draft_count
 from glm_jax.cache import Cache, make_rows
 from glm_jax.decoding import DecodeState
-from glm_jax.drafting import DraftOptions, Drafts
+from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
 from glm_jax.plan import LocalPlan
 from glm_jax.sampling import filtered_logits
@@ -111,9 +111,7 @@ def start_drafting(
   shape = (B, J, hidden.shape[-1])
   return SpeculativeState(
     decode=decode,
-    pending_tokens=jnp.zeros((B, J), jnp.int32).at[:, 0].set(
-      decode.last_token
-    ),
+    pending_tokens=jnp.zeros((B, J), jnp.int32).at[:, 0].set(decode.last_token),
     pending_hidden=jnp.zeros(shape, hidden.dtype).at[:, 0].set(hidden),
     pending_position=newest,
     pending=(newest > 0).astype(jnp.int32),
@@ -168,7 +166,7 @@ def speculative_step(
   forced: jax.Array,
   *,
   plan: LocalPlan,
-  options: DraftOptions = DraftOptions(),
+  options: DraftOptions = SHARED,
   adaptive: bool = False,
 ) -> tuple[SpeculativeState, Round]:
   """One round for all sequences; what follows an eos is dropped.
@@ -232,9 +230,7 @@ def speculative_step(
     pending=count,
     draft_count=wanted,
   )
-  done = Round(
-    new, count, drafts.count, accepted, drafts.index_calls, logits
-  )
+  done = Round(new, count, drafts.count, accepted, drafts.index_calls, logits)
   return state, done
 
 
@@ -259,9 +255,7 @@ def _accept(old: DecodeState, drafts: Drafts, logits, plan):
   at = jnp.arange(J)[None]
   drafted = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
   new = jnp.where(at < verdict.accepted[:, None], drafted, 0)
-  new = jnp.where(
-    at == verdict.accepted[:, None], verdict.token[:, None], new
-  )
+  new = jnp.where(at == verdict.accepted[:, None], verdict.token[:, None], new)
   count = verdict.accepted + 1
   is_eos = jnp.isin(new, old.eos) & (at < count[:, None])
   first = jnp.where(jnp.any(is_eos, 1), jnp.argmax(is_eos, axis=1) + 1, J + 1)

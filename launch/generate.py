@@ -95,8 +95,9 @@ def read_prompt_ids(path: str) -> list[list[int]]:
     raise cli.UserError(f'--prompt_ids={path} is not JSON: {error}') from None
   if isinstance(ids, list) and ids and not isinstance(ids[0], list):
     ids = [ids]
-  is_ids = lambda row: isinstance(row, list) and all(
-    isinstance(i, int) and not isinstance(i, bool) for i in row
+  is_ids = lambda row: (
+    isinstance(row, list)
+    and all(isinstance(i, int) and not isinstance(i, bool) for i in row)
   )
   if not isinstance(ids, list) or not ids or not all(map(is_ids, ids)):
     raise cli.UserError(
@@ -195,8 +196,7 @@ def main() -> None:
         'tokens': out.tokens,
         'text': out.text,
         'accept_length': drafts and drafts.accept_length,
-        'accept_length_with_bonus': drafts
-        and drafts.accept_length_with_bonus,
+        'accept_length_with_bonus': drafts and drafts.accept_length_with_bonus,
         'seconds_prefill': out.seconds_prefill,
         'seconds_decode': out.seconds_decode,
       },

@@ -10,11 +10,11 @@ import pytest
 from glm_jax.cache import bytes_per_token
 from glm_jax.checkpoints import load_config
 from glm_jax.checkpoints.names import layer_of, model_leaves
-from glm_jax.config import config_from_published, config_to_published
 from glm_jax.layer_plan import layer_plan
 from glm_jax.model import abstract_model, forward
 from glm_jax.param import num_elements
 from glm_jax.presets import PRESETS
+from glm_jax.published_config import config_from_published, config_to_published
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / 'configs'
 FILES = [('glm52', 'glm52'), ('glm52', 'glm53'), ('glm5', 'glm5'),

@@ -27,9 +27,10 @@ from glm_jax.checkpoints.orbax_io import (
 )
 from glm_jax.checkpoints.published import PublishedCheckpoint, read_config
 from glm_jax.checkpoints.published import read_json as _read_json
-from glm_jax.config import ModelConfig, config_from_published
+from glm_jax.config import ModelConfig
 from glm_jax.model import Model
 from glm_jax.presets import PRESETS
+from glm_jax.published_config import config_from_published
 
 __all__ = [
   'OrbaxCheckpoint',

@@ -27,8 +27,9 @@ from glm_jax.checkpoints.tensor_writer import (
   TensorWriter,
 )
 from glm_jax.checkpoints.unfinished import write_text
-from glm_jax.config import ModelConfig, config_to_published
+from glm_jax.config import ModelConfig
 from glm_jax.model import Model
+from glm_jax.published_config import config_to_published
 from pallas_kernels.block_scale import BLOCK, FP8
 
 _TOKENIZER_FILES = (

@@ -23,7 +23,8 @@ from glm_jax.checkpoints.names import Leaf
 from glm_jax.checkpoints.source import Slices
 from glm_jax.checkpoints.tensor_writer import byte_bar
 from glm_jax.checkpoints.unfinished import begin_save, finish_save, write_text
-from glm_jax.config import ModelConfig, config_to_published
+from glm_jax.config import ModelConfig
+from glm_jax.published_config import config_to_published
 
 MANIFEST = 'glm_jax_orbax.json'
 FORMAT = 1  # of the manifest

@@ -36,11 +36,12 @@ from glm_jax.checkpoints.names import (
 )
 from glm_jax.checkpoints.source import Slices, StoredMatrix, WeightSource
 from glm_jax.checkpoints.tensor_files import TensorFiles
-from glm_jax.config import ModelConfig, config_from_published
+from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import layer_plan
 from glm_jax.layers import Linear, RMSNorm
 from glm_jax.model import Mtp, head, weight_init
 from glm_jax.moe import Experts
+from glm_jax.published_config import config_from_published
 from pallas_kernels.block_scale import FP8
 
 

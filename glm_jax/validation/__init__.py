@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from etils import epath
 
-from glm_jax.config import ModelConfig, config_from_published
+from glm_jax.config import ModelConfig
+from glm_jax.published_config import config_from_published
 from glm_jax.validation.record import Record, Writer
 from glm_jax.validation.result import Result
 from glm_jax.validation.run import Run

@@ -23,7 +23,8 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import load, save
 
-from glm_jax.config import ModelConfig, config_to_published
+from glm_jax.config import ModelConfig
+from glm_jax.published_config import config_to_published
 from glm_jax.validation.walk import LayerTensors, Side
 
 DRAFTS_FILE = 'drafts.safetensors'

@@ -22,7 +22,8 @@ import torch
 import transformers
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from glm_jax.config import ModelConfig, config_from_published
+from glm_jax.config import ModelConfig
+from glm_jax.published_config import config_from_published
 from glm_jax.validation.torch_drafter import TorchDrafter
 from glm_jax.validation.torch_weights import TorchWeights
 from glm_jax.validation.walk import (

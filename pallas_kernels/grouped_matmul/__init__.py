@@ -1,6 +1,6 @@
 """Rows times the weights of their own expert: `grouped_matmul`.
 
-    out[m] = weights[layer, expert(m)] @ x[m]
+out[m] = weights[layer, expert(m)] @ x[m]
 """
 
 from __future__ import annotations

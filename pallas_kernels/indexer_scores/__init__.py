@@ -1,6 +1,6 @@
 """Index scores of every cached key: `indexer_scores`.
 
-    score[t, s] = key_scale[s] * sum_i w[t, i] * relu(q[t, i] . key[s])
+score[t, s] = key_scale[s] * sum_i w[t, i] * relu(q[t, i] . key[s])
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def indexer_scores(
   page = key_pages.shape[1]
   n = page_table.shape[1]
   padded = round_up(n, CHUNK)
-  pages_Tn = jnp.pad(
-    page_table, ((0, 0), (0, padded - n)), constant_values=-1
-  )[jnp.maximum(row_seq, 0)]
+  pages_Tn = jnp.pad(page_table, ((0, 0), (0, padded - n)), constant_values=-1)[
+    jnp.maximum(row_seq, 0)
+  ]
   chunks = pages_Tn.reshape(T, padded // CHUNK, CHUNK).swapaxes(0, 1)
   # fp8 keys are exact in bf16; nothing else is ever narrowed.
   stored = jnp.bfloat16 if key_scales is not None else key_pages.dtype

@@ -1,6 +1,6 @@
 """The exact top-k keys of every row: `streaming_topk`.
 
-    positions[t] = the k positions of largest score[t], ascending, then -1
+positions[t] = the k positions of largest score[t], ascending, then -1
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of each row over its selected rows: `topk_gather_attention`.
 
-    logit[t, n, j] = scale * q[t, n] . row[slots[t, j]]      (R + P features)
-    out[t, n]      = softmax_j(logit[t, n]) @ latent[slots[t]]  (R features)
+logit[t, n, j] = scale * q[t, n] . row[slots[t, j]]      (R + P features)
+out[t, n]      = softmax_j(logit[t, n]) @ latent[slots[t]]  (R features)
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def _check(q, rows, row_scales, slots, latent_width) -> None:
   if packed:
     groups = cdiv(latent_width, SCALE_GROUP)
     if row_scales.shape != (rows.shape[0], groups):
-      raise ValueError(
-        f'{row_scales.shape=} must be {(rows.shape[0], groups)}'
-      )
+      raise ValueError(f'{row_scales.shape=} must be {(rows.shape[0], groups)}')
   if slots.ndim != 2 or slots.shape[0] != T or slots.dtype != jnp.int32:
     raise ValueError(f'{slots.shape=} {slots.dtype=} must be [{T}, k] int32')
 

@@ -29,8 +29,6 @@ def decode_rows(
   ).astype(jnp.float32)
   group = jnp.repeat(scales, SCALE_GROUP, axis=-1)[..., :latent_width]
   end = latent_width + 2 * rope_width
-  pairs = rows[..., latent_width:end].reshape(
-    *rows.shape[:-1], rope_width, 2
-  )
+  pairs = rows[..., latent_width:end].reshape(*rows.shape[:-1], rope_width, 2)
   rope = lax.bitcast_convert_type(pairs, jnp.bfloat16)
   return jnp.concatenate([(latent * group).astype(jnp.bfloat16), rope], -1)

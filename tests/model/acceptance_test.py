@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl.testing import parameterized
 
 from glm_jax.acceptance import (
   accept_length_bound,

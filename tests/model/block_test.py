@@ -19,7 +19,6 @@ from model.paged import Runner
 from glm_jax import forward, init_cache, load_model
 from glm_jax.block import StepContext
 from glm_jax.cache import make_rows
-from glm_jax.config import config_from_published
 from glm_jax.layer_plan import layer_plan
 from glm_jax.model import (
   abstract_model,
@@ -30,6 +29,7 @@ from glm_jax.model import (
   trunk,
 )
 from glm_jax.plan import LocalPlan
+from glm_jax.published_config import config_from_published
 from glm_jax.rope import rope_tables
 
 TILED = LocalPlan(row_tile=8)

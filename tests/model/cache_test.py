@@ -25,9 +25,9 @@ from glm_jax.cache import (
   write_index_keys,
   write_rows,
 )
-from glm_jax.config import config_from_published
 from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan
+from glm_jax.published_config import config_from_published
 
 DTYPES = ('bf16', 'f32', 'fp8')
 R, P, H = 160, 8, 16  # R leaves a partial group of 128 latents

@@ -13,12 +13,14 @@ from glm_jax.config import (
   ModelConfig,
   MoeConfig,
   MtpConfig,
+)
+from glm_jax.layer_plan import layer_plan
+from glm_jax.plan import Selection
+from glm_jax.published_config import (
   config_from_published,
   config_to_published,
   index_pattern,
 )
-from glm_jax.layer_plan import layer_plan
-from glm_jax.plan import Selection
 
 FULL_LAYERS = (0, 1, 2, *range(6, 78, 4))
 KINDS = {'F': 'full', 'S': 'shared', 'd': 'dense', 's': 'sparse'}

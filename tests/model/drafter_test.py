@@ -10,12 +10,12 @@ import tempfile
 import types
 from unittest import mock
 
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from absl.testing import parameterized
 
 from glm_jax import drafting, load_model
 from glm_jax.cache import init_cache, make_rows
@@ -25,8 +25,8 @@ from glm_jax.mtp import Mtp
 from glm_jax.plan import LocalPlan
 from glm_jax.sampling import sampling_params
 from glm_jax.validation.random_checkpoint import write_random_checkpoint
-from glm_jax.validation.torch_side import TorchSide
 from glm_jax.validation.torch_drafter import TorchDrafter
+from glm_jax.validation.torch_side import TorchSide
 
 K = 7
 TOLERANCE = 2e-4
@@ -260,6 +260,7 @@ class MutationTest(parameterized.TestCase):
 
   def test_known_fault_33_pre_norm_recycle(self):
     true_run, true_logits = drafting._run, drafting.draft_logits
+
     def raw(model, *args, **kwargs):
       mtp = model.mtp
       plain = types.SimpleNamespace(

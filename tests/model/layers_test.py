@@ -9,7 +9,6 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from compare import assert_bit_equal, assert_close
 
-from glm_jax.config import config_from_published
 from glm_jax.layers import (
   Init,
   Linear,
@@ -20,6 +19,7 @@ from glm_jax.layers import (
 )
 from glm_jax.mla import Mla, expanded_attention
 from glm_jax.param import param
+from glm_jax.published_config import config_from_published
 from glm_jax.rope import apply_rope, inverse_frequencies, rope_tables
 from pallas_kernels import topk_gather_attention
 from pallas_kernels.block_scale import dequantize

@@ -7,15 +7,22 @@ import dataclasses
 import functools
 import itertools
 
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
+from small_models import (
+  LENGTHS,
+  TILED,
+  make_model,
+  prompts,
+  small_config,
+  small_model,
+)
 
 from glm_jax import cache as cache_lib
 from glm_jax import drafting, presets
-from glm_jax.config import FULL, SHARED, ModelConfig
 from glm_jax.decoding import decode_step, start
 from glm_jax.drafting import DraftOptions
 from glm_jax.generation import generate
@@ -24,44 +31,6 @@ from glm_jax.model import init_model
 from glm_jax.plan import LocalPlan
 from glm_jax.sampling import sampling_params
 from glm_jax.speculative import speculative_step, start_drafting
-
-TILED = LocalPlan(row_tile=8)
-PATTERNS = ('FS', 'FSSS', 'FFSS', 'FFSFS', 'FSFS', 'FFFSSS')
-LENGTHS = (48, 5, 70, 64, 1)  # beyond top-k (8), page edges, one token
-
-
-def small_config(seed, **changes) -> ModelConfig:
-  """A config of its own for each seed; top-k 8 is far below the lengths."""
-  pattern = PATTERNS[seed % len(PATTERNS)]
-  kinds = tuple(FULL if c == 'F' else SHARED for c in pattern)
-  base = presets.PRESETS['tiny']
-  values = dict(
-    indexer_types=kinds,
-    mlp_types=('dense',) + ('sparse',) * (len(kinds) - 1),
-    vocab_size=96,
-    hidden_size=48 + 16 * (seed % 2),
-    initializer_range=0.15,
-    indexer=dataclasses.replace(base.indexer, topk=8),
-    moe=dataclasses.replace(base.moe, num_experts=4 + 4 * (seed % 2)),
-    mtp=dataclasses.replace(base.mtp, num_layers=1),
-    eos_token_ids=(),
-    dtype='float32',
-  )
-  return dataclasses.replace(base, **{**values, **changes})
-
-
-@functools.cache
-def small_model(seed):
-  return make_model(small_config(seed), seed)
-
-
-def make_model(config, seed):
-  return jax.jit(lambda key: init_model(config, key))(jax.random.key(seed))
-
-
-def prompts(seed, lengths):
-  rng = np.random.default_rng(seed)
-  return [rng.integers(0, 96, n).tolist() for n in lengths]
 
 
 def begin(model, texts, new, K, plan=TILED, chunk=32, **options):
@@ -191,9 +160,7 @@ class LosslessTest(parameterized.TestCase):
     model = make_model(small_config(0, dtype='bfloat16'), 1)
     texts = prompts(1, LENGTHS)
     got = np.array(
-      generate(
-        model, texts, max_new_tokens=8, num_speculative_tokens=3
-      ).tokens
+      generate(model, texts, max_new_tokens=8, num_speculative_tokens=3).tokens
     )
     state = begin(model, texts, 8, 0, LocalPlan(), chunk=512)
     for i in range(8):

@@ -8,15 +8,15 @@ logical axes and the cache pools by rows, by XLA's own partitioner.
 import functools
 import os
 
-from absl.testing import parameterized
 import jax
-from jax.experimental import topologies
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
-
+from absl.testing import parameterized
 from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from glm_jax import presets
 from glm_jax.cache import init_cache
 from glm_jax.decoding import DecodeState, decode_step, prefill_step

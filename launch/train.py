@@ -1,0 +1,106 @@
+r"""Trains a model by a recipe; the same command goes on where it stopped.
+
+  python launch/train.py --config=configs/glm_nano.py --corpus=DIR \
+    --workdir=DIR --max_seconds=560 --export=DIR
+
+The recipe is a Python file with `get_train_config()`. The corpus is what
+launch/prepare_data.py wrote. The working directory holds checkpoints/ and
+metrics.jsonl (one JSON object a line). `--export` writes the trained model in
+the published format once the last step is done. `--set=name=value` changes
+the recipe (`--set=seed=1 --set=attention=cudnn --set=long.batch=8`).
+
+Exit code 0: the run is finished, or stopped as --max_seconds or --max_steps
+asked; 1: a step was not finite (the state before it is saved).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+
+from absl import flags
+from etils import epath
+
+from glm_jax import cli
+
+_CONFIG = flags.DEFINE_string(
+  'config', None, 'Recipe: a Python file with get_train_config().'
+)
+_CORPUS = flags.DEFINE_string(
+  'corpus', None, 'Directory that launch/prepare_data.py wrote.'
+)
+_WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'Of checkpoints and metrics; default: runs/NAME.'
+)
+_INIT_FROM = flags.DEFINE_string(
+  'init_from', None, 'Checkpoint that gives the first parameters.'
+)
+_EXPORT = flags.DEFINE_string(
+  'export', None, 'Directory to write the finished model to.'
+)
+_SET = flags.DEFINE_multi_string(
+  'set', [], 'name=value: a setting of the recipe; may be repeated.'
+)
+_MAX_SECONDS = flags.DEFINE_float(
+  'max_seconds', None, 'Stop, resumable, before this much time has passed.'
+)
+_MAX_STEPS = flags.DEFINE_integer(
+  'max_steps', None, 'Stop, resumable, after this many steps.'
+)
+_JSON = flags.DEFINE_string('json', None, 'File to write the result to.')
+
+
+def load_recipe(path: str):
+  file = epath.Path(path).expanduser()
+  if not file.exists():
+    raise cli.UserError(f'--config={path} does not exist')
+  module = types.ModuleType(file.stem)
+  module.__file__ = os.fspath(file)
+  exec(compile(file.read_text(), module.__file__, 'exec'), vars(module))
+  get = getattr(module, 'get_train_config', None)
+  if not callable(get):
+    raise cli.UserError(f'{path} must define get_train_config()')
+  return get()
+
+
+def main() -> bool:
+  for name in ('config', 'corpus'):
+    if not flags.FLAGS[name].value:
+      raise cli.UserError(f'--{name} is needed; --help shows an example')
+  config = load_recipe(_CONFIG.value)
+  from glm_jax.training.config import override
+  from glm_jax.training.loop import Trainer, export
+
+  config = override(config, _SET.value)
+  name = epath.Path(_CONFIG.value).stem
+  trainer = Trainer(
+    config,
+    _WORKDIR.value or f'runs/{name}',
+    _CORPUS.value,
+    init_from=_INIT_FROM.value,
+    log=cli.log,
+  )
+  result, state = trainer.run(
+    max_seconds=_MAX_SECONDS.value, max_steps=_MAX_STEPS.value
+  )
+  summary = dataclasses.asdict(result)
+  if result.failed:
+    cli.log(result.failed)
+  elif result.finished:
+    if _EXPORT.value:
+      export(trainer, state.params, _EXPORT.value)
+      summary['exported'] = _EXPORT.value
+  else:
+    cli.log('stopped as asked: run the same command to go on')
+  print(f'step {result.step} of {result.steps}')
+  for key in ('loss', 'held_out_loss', 'tokens_per_second'):
+    if summary[key] is not None:
+      print(f'{key}: {summary[key]:,.4f}')
+  if _JSON.value:
+    cli.write_json(_JSON.value, summary)
+  return not result.failed
+
+
+if __name__ == '__main__':
+  cli.run(main)
