@@ -15,7 +15,7 @@ and the same line again until it says that the last step is done. Stages:
     share   windows of 8,192, every row attends to its 256 selected keys,
             one selection a group (IndexShare), multi-layer indexer loss
 
-    12126144     parameters, the drafter's included
+    12134096     parameters, the drafter's included
 """
 
 from glm_jax.config import (

@@ -115,9 +115,7 @@ def draft_windows(
   targets = [some(windows.targets(1 + j)[0]) for j in range(form.steps)]
   last = jnp.arange(S) + form.steps - 1 < S  # whose trunk states are here
   mask = live & windows.targets(form.steps)[1] & last
-  flat = lambda xs: jnp.stack(xs).reshape(
-    form.steps, -1, *xs[0].shape[2:]
-  )
+  flat = lambda xs: jnp.stack(xs).reshape(form.steps, -1, *xs[0].shape[2:])
   return Drafted(
     states,
     lax.stop_gradient(flat(trunk)),

@@ -264,9 +264,7 @@ def _all_experts(experts, x, chosen, weights):
   E = experts.gate.shape[1]
   hit = chosen[:, :, None] == jnp.arange(E)
   share = jnp.sum(jnp.where(hit, weights[:, :, None], 0), axis=1)
-  gate, up, down = (
-    getattr(experts, n)[...][0] for n in ('gate', 'up', 'down')
-  )
+  gate, up, down = (getattr(experts, n)[...][0] for n in ('gate', 'up', 'down'))
   into = lambda w: dot('td,efd->tef', x, w).astype(x.dtype)
   hidden = swiglu(into(gate), into(up)).astype(jnp.float32)
   hidden = (hidden * share[:, :, None]).astype(x.dtype)
@@ -374,9 +372,7 @@ def _scan(model, x, step):
   pools = None
   if any(moes):
     pools = jax.tree.map(
-      lambda a: a[before:].reshape(
-        layers.num_groups, sum(moes), *a.shape[1:]
-      ),
+      lambda a: a[before:].reshape(layers.num_groups, sum(moes), *a.shape[1:]),
       model.experts,
     )
   parts = index_groups(layers.indexer_types[first : first + size])

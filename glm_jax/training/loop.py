@@ -106,7 +106,9 @@ class Trainer:
     start = None
     if self._start is not None:
       start = load_model(self._start, dtype='f32')
-    return init_state(self.config, self.layout, start)
+    state = init_state(self.config, self.layout, start)
+    # As a restored state is: one program serves both.
+    return jax.device_put(state, jax.devices()[0])
 
   def batch(self, step: int) -> Windows:
     """The micro-batches of a step, [accumulate, B, S + E]; pure in `step`."""

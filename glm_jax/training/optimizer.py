@@ -35,9 +35,7 @@ def learning_rate(config: TrainConfig, step: jax.Array) -> jax.Array:
     gone = jnp.clip((step - (c.steps - length)) / length, 0, 1)
     down = 1 - (1 - c.final_scale) * gone
   else:
-    share = jnp.clip(
-      (step - c.warmup) / max(c.steps - c.warmup, 1), 0, 1
-    )
+    share = jnp.clip((step - c.warmup) / max(c.steps - c.warmup, 1), 0, 1)
     down = c.final_scale + (1 - c.final_scale) * (
       0.5 + 0.5 * jnp.cos(jnp.pi * share)
     )

@@ -6,6 +6,7 @@ kernel'). Optimiser and checkpoints see dicts only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -39,9 +40,7 @@ class Layout:
     )
     return self._tree.unflatten([cast(path) for path in self.leaves])
 
-  def init(
-    self, seed: int, start: Model | None = None
-  ) -> dict[str, jax.Array]:
+  def init(self, seed: int, start: Model | None = None) -> dict[str, jax.Array]:
     """Fresh parameters, overlaid with those of another model.
 
     Args:
@@ -51,10 +50,10 @@ class Layout:
     Raises:
       ValueError: anything else is missing or has another shape.
     """
-    make = lambda: init_model(
-      self.config, jax.random.key(seed), dtype='float32'
-    )
-    params = self.flatten(jax.jit(make)())
+    # This generator compiles several times faster; its numbers depend on the
+    # kind of device.
+    key = jax.random.key(seed, impl='unsafe_rbg')
+    params = self.flatten(_maker(self.config)(key))
     if start is None:
       return params
     given = Layout(start.config).flatten(start)
@@ -70,6 +69,11 @@ class Layout:
         'use the configuration it was trained with'
       )
     return {path: given.get(path, value) for path, value in params.items()}
+
+
+@functools.lru_cache(4)
+def _maker(config: ModelConfig):
+  return jax.jit(lambda key: init_model(config, key, dtype='float32'))
 
 
 def part_of(path: str) -> str:

@@ -244,9 +244,7 @@ def _biases(config, stage, layout, params, log):
 
 
 def _scalars(log, rate, norm, fine):
-  out = {
-    k: v for k, v in log.items() if k not in ('load', 'draft_load')
-  }
+  out = {k: v for k, v in log.items() if k not in ('load', 'draft_load')}
   for name in ('load', 'draft_load'):
     if name in log:
       load = log[name].astype(jnp.float32)

@@ -76,9 +76,7 @@ class Keys(NamedTuple):
   def queries(self) -> Queries:
     """All rows as queries."""
     index = jnp.arange(self.segment.shape[1], dtype=jnp.int32)
-    return Queries(
-      jnp.broadcast_to(index, self.segment.shape), self.segment
-    )
+    return Queries(jnp.broadcast_to(index, self.segment.shape), self.segment)
 
 
 def visible(queries: Queries, keys: Keys) -> jax.Array:
@@ -155,7 +153,8 @@ def select(
     one = lambda a: lax.dynamic_index_in_dim(a, b, 0, keepdims=False)
     own = Keys(one(keys.segment), one(keys.position), keys.first)
     dots = dot('tih,sh->tis', q, one(index_keys))
-    scores = comparable(dot('tis,ti->ts', relu(dots), w))
+    # One pass over the products; a matmul would need their relu in memory.
+    scores = comparable(jnp.sum(relu(dots) * w[:, :, None], axis=1))
     scores = jnp.where(visible(queries, own), scores, -jnp.inf)
     winners, slots = lax.top_k(scores, width)
     return jnp.where(winners > -jnp.inf, slots, -1)

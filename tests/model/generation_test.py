@@ -100,7 +100,7 @@ class GenerateTest(parameterized.TestCase):
     (dict(prompts=[[1], [96]]), 'prompt 1 holds token id 96: ids are 0 to 95'),
     (dict(prompts=[[-1]]), 'token id -1'),
     (dict(max_new_tokens=0), 'max_new_tokens=0 must be at least 1'),
-    (dict(max_new_tokens=10**6), 'exceeds the model window of'),
+    (dict(max_new_tokens=2 * 10**6), 'exceeds the model window of'),
     (dict(prefill_chunk=0), 'prefill_chunk=0 must be at least 1'),
     (dict(stop=['x']), 'needs a tokenizer'),
     (dict(cache_dtype='int4'), "kv_cache_dtype='int4' must be"),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from glm_jax import drafting, forward, init_model
+from glm_jax import drafting, forward
 from glm_jax.cache import init_cache, make_rows
 from glm_jax.checkpoints import load_model
 from glm_jax.config import (
@@ -44,6 +44,10 @@ from glm_jax.training.step import stage_loss
 from glm_jax.training.windows import Windows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Compilation is what these tests spend their time on.
+quick = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
 # Unrolled full layer, then two scanned groups of full and shared.
 MODEL = ModelConfig(
   vocab_size=96,
@@ -74,7 +78,7 @@ LENGTHS, STARTS, ROWS, AHEAD = (50, 90), (0, 64), 192, 8
 
 @functools.cache
 def model():
-  return jax.jit(lambda: init_model(MODEL, jax.random.key(0)))()
+  return Layout(MODEL).model(Layout(MODEL).init(0), 'float32')
 
 
 @functools.cache
@@ -205,7 +209,7 @@ class ForwardTest(parameterized.TestCase):
 
 
 def _trunk(m, options):
-  return jax.jit(lambda m, w: trunk(m, w, options)[0])(m, windows())
+  return quick(lambda m, w: trunk(m, w, options)[0])(m, windows())
 
 
 @functools.cache
@@ -217,15 +221,15 @@ def _hidden():
 def _drafted(form, offset=0):
   options = ForwardOptions(kl_stride=4)
   run = lambda *args: draft_windows(*args, options, form, offset)
-  return jax.jit(run)(model(), windows(), _hidden())
+  return quick(run)(model(), windows(), _hidden())
 
 
-@jax.jit
+@quick
 def _serve(m, ids):
   return forward(m, ids).logits[0]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(quick, static_argnums=(1, 2, 3))
 def _draft(ids, at, steps, advance):
   """Inference's draft logits after `at` + 1 verified tokens, forced."""
   table = jnp.arange(4, dtype=jnp.int32)[None]
@@ -260,7 +264,7 @@ class GradientTest(parameterized.TestCase):
     layout = Layout(SMALL)
     stage = Stage('s', 1, 128, 1, kl_stride=4, **settings)
     loss = lambda p: stage_loss(layout.model(p, 'float32'), windows(), stage, 1)
-    run = jax.jit(jax.grad(loss, has_aux=True))
+    run = quick(jax.grad(loss, has_aux=True))
     grads = run(small_params())[0]
     size = {'trunk': 0.0, 'indexer': 0.0, 'mtp': 0.0}
     for path, g in grads.items():
@@ -453,9 +457,7 @@ class KillTest(absltest.TestCase):
     workdir = pathlib.Path(tempfile.mkdtemp(prefix='run_'))
     recipe = workdir / 'recipe.py'
     here = pathlib.Path(__file__).parent
-    recipe.write_text(
-      RECIPE.format(folder=str(here), tests=str(here.parent))
-    )
+    recipe.write_text(RECIPE.format(folder=str(here), tests=str(here.parent)))
     command = [
       sys.executable,
       str(ROOT / 'launch' / 'train.py'),
@@ -480,9 +482,7 @@ class KillTest(absltest.TestCase):
     assert len(metrics.read(file)) >= 5, error
     with file.open('a') as stream:
       stream.write('{"step": 99')  # a line that the kill cut short
-    result, _ = Trainer(
-      CONFIG, workdir, corpus(), log=lambda _: None
-    ).run()
+    result, _ = Trainer(CONFIG, workdir, corpus(), log=lambda _: None).run()
     assert result.finished
     assert losses_of(workdir) == losses_of(trainer.workdir)
     for line in file.read_text().splitlines():
