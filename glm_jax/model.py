@@ -7,7 +7,6 @@ and reads rows in place.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -393,9 +392,3 @@ def abstract_model(
     config, jax.random.key(0), dtype=dtype, weight_dtype=weight_dtype
   )
   return jax.eval_shape(make)
-
-
-def with_mtp(config: ModelConfig, num_layers: int) -> ModelConfig:
-  """The configuration with or without the drafter."""
-  mtp = dataclasses.replace(config.mtp, num_layers=num_layers)
-  return dataclasses.replace(config, mtp=mtp)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.block_scale import dequantize
+from pallas_kernels.grouped_matmul.xla import expert_weight
 from pallas_kernels.tiling import dot, pad_rows
 
 
@@ -60,14 +60,6 @@ def gradients(
   d_out = pad_rows(d_out, M + tile)
   padded = None if x is None else pad_rows(x, M + tile)
 
-  def weight(expert):
-    at = (layer, expert, zero, zero)
-    w = lax.dynamic_slice(weights, at, (1, 1, F, D))[0, 0]
-    if scales is None:
-      return w
-    s = lax.dynamic_slice(scales, at, (1, 1, *scales.shape[2:]))[0, 0]
-    return dequantize(w, s, d_out.dtype, scale_block)
-
   def body(i, carry):
     d_x, d_w = carry
     expert = jnp.searchsorted(ends, i, side='right').astype(jnp.int32)
@@ -79,7 +71,11 @@ def gradients(
     )
     d_y = cut(d_out)
     # Zeros past the group's end: the next group's first tile replaces them.
-    rows = dot('mf,fd->md', d_y, weight(expert)).astype(d_x.dtype)
+    rows = dot(
+      'mf,fd->md',
+      d_y,
+      expert_weight(weights, scales, layer, expert, d_out.dtype, scale_block),
+    ).astype(d_x.dtype)
     d_x = lax.dynamic_update_slice(d_x, rows, (start, zero))
     if d_w is not None:
       more = d_w[expert] + dot('mf,md->fd', d_y, cut(padded)).astype(d_w.dtype)

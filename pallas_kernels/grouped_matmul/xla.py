@@ -27,6 +27,24 @@ def default_tile(rows: int, experts: int) -> int:
   return max(1, min(rows // experts, _MAX_TILE))
 
 
+def expert_weight(
+  weights: jax.Array,  # [L, E, F, D]
+  scales: jax.Array | None,  # [L, E, f, d] f32
+  layer: jax.Array,
+  expert: jax.Array,
+  dtype: jnp.dtype,
+  scale_block: tuple[int, int],
+) -> jax.Array:  # [F, D]
+  """One expert's weights, sliced where they lie; fp8 ones dequantised."""
+  zero = jnp.int32(0)
+  at = (layer, expert, zero, zero)
+  w = lax.dynamic_slice(weights, at, (1, 1, *weights.shape[2:]))[0, 0]
+  if scales is None:
+    return w
+  s = lax.dynamic_slice(scales, at, (1, 1, *scales.shape[2:]))[0, 0]
+  return dequantize(w, s, dtype, scale_block)
+
+
 def grouped_matmul(
   x: jax.Array,  # [M, D], rows sorted by expert
   weights: jax.Array,  # [L, E, F, D]
@@ -46,20 +64,16 @@ def grouped_matmul(
   row_starts = jnp.cumsum(group_sizes) - group_sizes
   layer, zero = jnp.asarray(layer, jnp.int32), jnp.int32(0)
 
-  def weight(expert):
-    at = (layer, expert, zero, zero)
-    w = lax.dynamic_slice(weights, at, (1, 1, F, D))[0, 0]
-    if scales is None:
-      return w
-    s = lax.dynamic_slice(scales, at, (1, 1, *scales.shape[2:]))[0, 0]
-    return dequantize(w, s, x.dtype, scale_block)
-
   def body(i, out):
     expert = jnp.searchsorted(ends, i, side='right').astype(jnp.int32)
     within = i - (ends[expert] - tiles[expert])
     start = row_starts[expert] + within * tile
     rows = lax.dynamic_slice(padded, (start, zero), (tile, D))
-    y = dot('md,fd->mf', rows, weight(expert)).astype(x.dtype)
+    y = dot(
+      'md,fd->mf',
+      rows,
+      expert_weight(weights, scales, layer, expert, x.dtype, scale_block),
+    ).astype(x.dtype)
     return lax.dynamic_update_slice(out, y, (start, zero))
 
   out = jnp.zeros((M + tile, F), x.dtype)

@@ -26,7 +26,7 @@ from jax import lax
 
 from pallas_kernels.streaming_topk.xla import rows_per_block
 from pallas_kernels.tiling import cdiv, dot, pad_rows
-from pallas_kernels.topk_gather_attention.rows import decode_rows
+from pallas_kernels.topk_gather_attention.rows import gather_rows
 
 
 def probabilities(
@@ -52,21 +52,8 @@ def probabilities(
     p [T, N, k] in float32 or wider, 0 where there is no slot; the gathered
     rows [T, k, W], 0 where there is no slot; q [T, N, W] in their dtype.
   """
-  width = q.shape[-1]
   valid = slots >= 0
-  at = jnp.maximum(slots, 0)
-  scales = None
-  if row_scales is not None:
-    scales = jnp.take(row_scales, at, axis=0, mode='clip')
-  gathered = decode_rows(
-    jnp.take(rows, at, axis=0, mode='clip'),
-    scales,
-    latent_width,
-    width - latent_width,
-  )
-  # A weight of 0 does not silence NaN: rows that do not count become 0.
-  gathered = jnp.where(valid[:, :, None], gathered, 0)
-  q = _widen(q.astype(gathered.dtype), gathered.shape[-1])
+  q, gathered = gather_rows(q, rows, row_scales, slots, latent_width)
   logits = dot('tnd,tkd->tnk', q, gathered) * scale
   logits = jnp.where(valid[:, None, :], logits, -jnp.inf)
   top = jnp.max(logits, axis=-1, keepdims=True)

@@ -32,3 +32,33 @@ def decode_rows(
   pairs = rows[..., latent_width:end].reshape(*rows.shape[:-1], rope_width, 2)
   rope = lax.bitcast_convert_type(pairs, jnp.bfloat16)
   return jnp.concatenate([(latent * group).astype(jnp.bfloat16), rope], -1)
+
+
+def gather_rows(
+  q: jax.Array,  # [T, N, R + P]
+  rows: jax.Array,  # [M, W]
+  row_scales: jax.Array | None,  # [M, G] f32
+  slots: jax.Array,  # [T, k] int32
+  latent_width: int,
+) -> tuple[jax.Array, jax.Array]:  # [T, N, W], [T, k, W]
+  """Queries padded to the rows' width, and the selected rows; one dtype.
+
+  Neither is ever rounded to the other's narrower dtype. A weight of 0 does
+  not silence NaN: rows that do not count become 0.
+  """
+  width = q.shape[-1]
+  at = jnp.maximum(slots, 0)
+  scales = None
+  if row_scales is not None:
+    scales = jnp.take(row_scales, at, axis=0, mode='clip')
+  gathered = decode_rows(
+    jnp.take(rows, at, axis=0, mode='clip'),
+    scales,
+    latent_width,
+    width - latent_width,
+  )
+  wide = jnp.promote_types(q.dtype, gathered.dtype)
+  valid = slots >= 0
+  gathered = jnp.where(valid[:, :, None], gathered, 0).astype(wide)
+  pad = gathered.shape[-1] - width
+  return jnp.pad(q.astype(wide), ((0, 0), (0, 0), (0, pad))), gathered

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.streaming_topk.xla import rows_per_block
 from pallas_kernels.tiling import dot, map_row_blocks
-from pallas_kernels.topk_gather_attention.rows import decode_rows
+from pallas_kernels.topk_gather_attention.rows import gather_rows
 
 
 def topk_gather_attention(
@@ -27,26 +27,12 @@ def topk_gather_attention(
   block_bytes: int,
 ) -> tuple[jax.Array, jax.Array]:  # [T, N, R], [T, N] f32
   """See the public call."""
-  T, N, width = q.shape
+  T, N, _ = q.shape
   k = slots.shape[1]
 
   def attend(q, slots):
     valid = slots >= 0
-    at = jnp.maximum(slots, 0)
-    scales = None
-    if row_scales is not None:
-      scales = jnp.take(row_scales, at, axis=0, mode='clip')
-    gathered = decode_rows(
-      jnp.take(rows, at, axis=0, mode='clip'),
-      scales,
-      latent_width,
-      width - latent_width,
-    )
-    # Queries are never rounded to a narrower cache.
-    wide = jnp.promote_types(q.dtype, gathered.dtype)
-    gathered = jnp.where(valid[:, :, None], gathered, 0).astype(wide)
-    pad = gathered.shape[-1] - width
-    q = jnp.pad(q.astype(wide), ((0, 0), (0, 0), (0, pad)))
+    q, gathered = gather_rows(q, rows, row_scales, slots, latent_width)
     logits = dot('tnd,tkd->tnk', q, gathered) * scale
     logits = jnp.where(valid[:, None, :], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True)
