@@ -27,6 +27,7 @@ setup(
     'glm_jax.checkpoints',
     'glm_jax.data',
     'glm_jax.losses',
+    'glm_jax.serving',
     'glm_jax.training',
     'glm_jax.validation',
     'pallas_kernels',

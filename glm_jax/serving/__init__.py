@@ -1,0 +1,1 @@
+"""Serving: pages, tiers, scheduling, the engine; HTTP in `serving.http`."""
