@@ -3,6 +3,16 @@
 `implementation=None` chooses; a named one runs or raises
 `NotImplementedError`. Nothing becomes dense or approximate silently: every
 implementation of an op returns the reference's result.
+
+The choice follows the platform that a program is *lowered for*, which is not
+the one of the process: a CPU host compiles for TPU slices, and a TPU host
+runs some steps on its CPU. So None stages both forms, with
+`jax.lax.platform_dependent`, and lowering drops all but one. A kernel that
+does not take the arguments (a width that no tile divides, say) leaves its
+platform to XLA, and `choices` says so.
+
+A Pallas kernel is never partitioned by XLA: over several devices it stands
+inside `shard_map`, or the plan asks for 'xla' by name. JAX raises otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +20,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-IMPLEMENTATIONS = ('xla', 'reference')
+from jax import lax
+
+IMPLEMENTATIONS = ('tpu', 'gpu', 'interpret', 'xla', 'reference')
+# Kernels, and the platform each is compiled for, in JAX's names.
+_PLATFORMS = {'tpu': 'tpu', 'gpu': 'cuda'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +35,17 @@ class Choice:
     op: the op's name.
     implementation: the name of the implementation.
     reason: why it was chosen, for logs and tables.
+    kernels: implementations that take its place in a program lowered for
+      their own platform.
   """
 
   op: str
   implementation: str
   reason: str
+  kernels: tuple[str, ...] = ()
+
+
+_made: dict[Choice, None] = {}
 
 
 def choose(
@@ -46,7 +66,11 @@ def choose(
     NotImplementedError: the name is known but the op has no such version.
   """
   if implementation is None:
-    return Choice(op, 'xla', 'plain XLA runs on every backend')
+    kernels = tuple(name for name in _PLATFORMS if name in available)
+    reason = 'plain XLA runs on every backend'
+    if kernels:
+      reason += f'; {" and ".join(kernels)} have a kernel'
+    return Choice(op, 'xla', reason, kernels)
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
       f'{implementation=} is unknown: use None or one of {IMPLEMENTATIONS}'
@@ -57,3 +81,51 @@ def choose(
       f'{sorted(available)}'
     )
   return Choice(op, implementation, 'asked for by name')
+
+
+def run(choice: Choice, available: Mapping[str, Callable], *args, **options):
+  """Runs an op as chosen, and keeps the choice for `choices`.
+
+  Args:
+    choice: of `choose`.
+    available: implementations by name, all with the same signature.
+    *args: the op's array arguments; None where there is no array.
+    **options: what is not an array.
+
+  Returns:
+    What the implementation returns.
+  """
+  call = lambda name, *args: available[name](*args, **options)
+  if not choice.kernels:
+    _made[choice] = None
+    return call(choice.implementation, *args)
+  refused = {}
+
+  def attempt(name, *args):
+    try:
+      return call(name, *args)
+    except NotImplementedError as error:
+      refused[name] = str(error)
+      return call(choice.implementation, *args)
+
+  branch = lambda name: lambda *args: attempt(name, *args)
+  out = lax.platform_dependent(
+    *args,
+    default=lambda *args: call(choice.implementation, *args),
+    **{_PLATFORMS[name]: branch(name) for name in choice.kernels},
+  )
+  reason = choice.reason
+  for name, why in refused.items():
+    reason += f'; the {name} kernel does not take this: {why}'
+  kernels = tuple(name for name in choice.kernels if name not in refused)
+  _made[dataclasses.replace(choice, reason=reason, kernels=kernels)] = None
+  return out
+
+
+def choices() -> tuple[Choice, ...]:
+  """The choices this process made so far, each once, in order.
+
+  A choice is made when a program is traced: one that was compiled before is
+  not counted again.
+  """
+  return tuple(_made)

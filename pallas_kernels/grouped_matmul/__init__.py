@@ -5,11 +5,13 @@ out[m] = weights[layer, expert(m)] @ x[m]
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_scale import BLOCK
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import choose, run
 from pallas_kernels.grouped_matmul import backward, reference, xla
 
 AVAILABLE = {
@@ -66,11 +68,8 @@ def grouped_matmul(
     )
   choice = choose('grouped_matmul', implementation, AVAILABLE)
   tile = xla.default_tile(M, E) if tile is None else tile
-  forward = AVAILABLE[choice.implementation]
-  if choice.implementation == 'xla':
-    forward = lambda *args, **kwargs: xla.grouped_matmul(
-      *args, **kwargs, tile=tile
-    )
+  tiled = functools.partial(AVAILABLE['xla'], tile=tile)
+  forward = functools.partial(run, choice, {**AVAILABLE, 'xla': tiled})
   layer, group_sizes = jnp.asarray(layer, jnp.int32), jnp.asarray(group_sizes)
   args = (x, weights, scales, layer, group_sizes)
   return backward.multiply(forward, scale_block, tile, *args)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import choose, run
 from pallas_kernels.indexer_scores import reference, xla
 from pallas_kernels.tiling import within_pool
 
@@ -95,4 +95,4 @@ def indexer_scores(
   choice = choose('indexer_scores', implementation, AVAILABLE)
   page_table = within_pool(page_table, key_pages.shape[0], 'page')
   args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
-  return AVAILABLE[choice.implementation](*args, first=first)
+  return run(choice, AVAILABLE, *args, first=first)

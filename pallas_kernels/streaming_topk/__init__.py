@@ -5,9 +5,11 @@ positions[t] = the k positions of largest score[t], ascending, then -1
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import choose, run
 from pallas_kernels.indexer_scores import check_index_arguments
 from pallas_kernels.streaming_topk import reference, xla
 from pallas_kernels.tiling import within_pool
@@ -73,6 +75,5 @@ def streaming_topk(
   choice = choose('streaming_topk', implementation, AVAILABLE)
   page_table = within_pool(page_table, key_pages.shape[0], 'page')
   args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
-  if choice.implementation == 'xla':
-    return xla.streaming_topk(*args, k, first=first, block_bytes=block_bytes)
-  return AVAILABLE[choice.implementation](*args, k, first=first)
+  bounded = functools.partial(AVAILABLE['xla'], block_bytes=block_bytes)
+  return run(choice, {**AVAILABLE, 'xla': bounded}, *args, k=k, first=first)

@@ -6,10 +6,12 @@ out[t, n]      = softmax_j(logit[t, n]) @ latent[slots[t]]  (R features)
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import choose, run
 from pallas_kernels.tiling import cdiv, within_pool
 from pallas_kernels.topk_gather_attention import backward, reference, xla
 from pallas_kernels.topk_gather_attention.rows import SCALE_GROUP, decode_rows
@@ -88,9 +90,6 @@ def topk_gather_attention(
   _check(q, rows, row_scales, slots, latent_width)
   choice = choose('topk_gather_attention', implementation, AVAILABLE)
   args = (q, rows, row_scales, within_pool(slots, rows.shape[0], 'slot'))
-  forward = AVAILABLE[choice.implementation]
-  if choice.implementation == 'xla':
-    forward = lambda *args, **kwargs: xla.topk_gather_attention(
-      *args, **kwargs, block_bytes=block_bytes
-    )
+  bounded = functools.partial(AVAILABLE['xla'], block_bytes=block_bytes)
+  forward = functools.partial(run, choice, {**AVAILABLE, 'xla': bounded})
   return backward.attend(forward, scale, latent_width, block_bytes, *args)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import choose, run
 from pallas_kernels.tiling import within_pool
 from pallas_kernels.topk_gather_attention import xla
 
@@ -75,7 +75,9 @@ def partial_attention(
   inside = jnp.arange(slots.shape[1]) < count[:, None]
   slots = jnp.where(inside, slots, -1)
   choice = choose('partial_attention', implementation, AVAILABLE)
-  return AVAILABLE[choice.implementation](
+  return run(
+    choice,
+    AVAILABLE,
     q,
     rows,
     row_scales,
