@@ -26,6 +26,7 @@ setup(
     'glm_jax',
     'glm_jax.checkpoints',
     'glm_jax.data',
+    'glm_jax.evaluation',
     'glm_jax.losses',
     'glm_jax.serving',
     'glm_jax.training',
@@ -35,6 +36,7 @@ setup(
     'pallas_kernels.indexer_scores',
     'pallas_kernels.streaming_topk',
     'pallas_kernels.topk_gather_attention',
+    'sharding',
   ],
   package_data={'glm_jax': ['*.jinja']},
   install_requires=[

@@ -25,10 +25,10 @@ class Indexer(nnx.Module):
     width = c.num_heads * c.head_dim
     D = config.hidden_size
     rank = config.mla.q_lora_rank
-    self.wq_b = Linear(keys[0], rank, width, ('index', None), init)
-    self.wk = Linear(keys[1], D, c.head_dim, (None, 'embed'), init)
+    self.wq_b = Linear(keys[0], rank, width, ('index', 'fsdp'), init)
+    self.wk = Linear(keys[1], D, c.head_dim, ('index', 'embed'), init)
     self.weights_proj = Linear(
-      keys[2], D, c.num_heads, (None, 'embed'), init, fp8=False
+      keys[2], D, c.num_heads, ('index', 'embed'), init, fp8=False
     )
     self.key_norm_weight = param(
       None, (c.head_dim,), (None,), init.dtype, fill=1.0

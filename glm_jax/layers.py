@@ -83,7 +83,8 @@ class Linear(nnx.Module):
     else:
       values, scales = quantize(kernel[...], block)
       self.kernel = nnx.Param(values, axes=axes)
-      self.scale = nnx.Param(scales, axes=axes)
+      # A shard's edge may cut a block: every shard keeps all scales.
+      self.scale = nnx.Param(scales, axes=(None, None))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [T, inputs] to [T, outputs] in x's dtype."""

@@ -28,12 +28,12 @@ class Mla(nnx.Module):
     keys = jax.random.split(key, 5)
     qk = c.qk_nope_head_dim + c.qk_rope_head_dim
     up = c.qk_nope_head_dim + c.v_head_dim
-    self.q_a = Linear(keys[0], D, c.q_lora_rank, (None, 'embed'), init)
+    self.q_a = Linear(keys[0], D, c.q_lora_rank, ('rank', 'embed'), init)
     self.q_norm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, init)
-    self.q_b = Linear(keys[1], c.q_lora_rank, N * qk, ('heads', None), init)
-    self.kv_a = Linear(keys[2], D, c.row_dim, (None, 'embed'), init)
+    self.q_b = Linear(keys[1], c.q_lora_rank, N * qk, ('heads', 'fsdp'), init)
+    self.kv_a = Linear(keys[2], D, c.row_dim, ('rank', 'embed'), init)
     self.kv_norm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, init)
-    self.kv_b = Linear(keys[3], c.kv_lora_rank, N * up, ('heads', None), init)
+    self.kv_b = Linear(keys[3], c.kv_lora_rank, N * up, ('heads', 'fsdp'), init)
     self.o = Linear(keys[4], N * c.v_head_dim, D, ('embed', 'heads'), init)
     self.config = c
 

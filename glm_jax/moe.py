@@ -26,7 +26,7 @@ class Router(nnx.Module):
   def __init__(self, key: jax.Array, config: ModelConfig, init: Init):
     c, D = config.moe, config.hidden_size
     self.weight = param(
-      key, (c.num_experts, D), (None, 'embed'), init.dtype, std=init.std
+      key, (c.num_experts, D), ('router', 'embed'), init.dtype, std=init.std
     )
     self.correction_bias = param(None, (c.num_experts,), (None,), jnp.float32)
     self.config = c
@@ -64,8 +64,8 @@ class Experts(nnx.Module):
     c, D = config.moe, config.hidden_size
     wide = (num_layers, c.num_experts, c.intermediate_size, D)
     narrow = (num_layers, c.num_experts, D, c.intermediate_size)
-    into = (None, 'expert', 'expert_mlp', 'embed')
-    back = (None, 'expert', 'embed', 'expert_mlp')
+    into = (None, 'expert', 'expert_mlp', None)
+    back = (None, 'expert', None, 'expert_mlp')
     self.block = init.fp8_block
     for k, name, shape, axes in zip(
       jax.random.split(key, 3),
@@ -78,7 +78,8 @@ class Experts(nnx.Module):
       if self.block is not None:
         values, scales = quantize(weight[...], self.block)
         weight = nnx.Param(values, axes=axes)
-        scale = nnx.Param(scales, axes=axes)
+        # A shard's edge may cut a block, so a block's scale is whole.
+        scale = nnx.Param(scales, axes=(None, 'expert', None, None))
       setattr(self, name, weight)
       setattr(self, f'{name}_scale', scale)
 

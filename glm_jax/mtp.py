@@ -27,7 +27,7 @@ class Mtp(nnx.Module):
     keys = jax.random.split(key, 4)
     self.embed_norm = RMSNorm(D, eps, init)
     self.hidden_norm = RMSNorm(D, eps, init)
-    self.project = Linear(keys[0], 2 * D, D, ('embed', None), init, fp8=False)
+    self.project = Linear(keys[0], 2 * D, D, ('rank', 'embed'), init, fp8=False)
     self.block = Block(keys[1], config, init, full=True, moe=True)
     self.experts = Experts(keys[2], 1, config, init)
     self.norm = RMSNorm(D, eps, init)

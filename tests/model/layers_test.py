@@ -263,7 +263,7 @@ class LinearTest(parameterized.TestCase):
     init = Init(std=0.3, fp8_block=(16, 8))
     linear = Linear(key, 40, 50, (None, 'embed'), init)
     self.assertEqual(linear.kernel.axes, (None, 'embed'))
-    self.assertEqual(linear.scale.axes, (None, 'embed'))
+    self.assertEqual(linear.scale.axes, (None, None))
     back = dequantize(
       linear.kernel[...], linear.scale[...], jnp.float32, (16, 8)
     )
