@@ -1,0 +1,233 @@
+"""Probes and the passes that score them."""
+
+import dataclasses
+import functools
+import pathlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models
+from absl.testing import absltest, parameterized
+
+from glm_jax import evaluation, forward
+from glm_jax.config import FULL
+from glm_jax.data import train_tokenizer
+from glm_jax.evaluation import pairs, scoring
+from glm_jax.model import abstract_model
+from glm_jax.text import Tokenizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+VOCAB = 1200
+
+
+@functools.cache
+def texts():
+  return [p.read_text() for p in sorted((ROOT / 'glm_jax').glob('*.py'))]
+
+
+@functools.cache
+def tokenizer():
+  return Tokenizer(train_tokenizer(texts(), VOCAB))
+
+
+@functools.cache
+def documents():
+  return [np.asarray(tokenizer().encode(text)) for text in texts()]
+
+
+@functools.cache
+def code_model():
+  """A model with the tokenizer's vocabulary; top-k 8 of 32 index heads."""
+  config = small_models.small_config(0, vocab_size=VOCAB)
+  assert config.indexer.num_heads == 32 and config.indexer.topk == 8
+  return small_models.make_model(config, 0)
+
+
+class NeedleTest(parameterized.TestCase):
+  def test_contexts_state_and_ask(self):
+    made = evaluation.needle(
+      tokenizer(), documents(), 3, count=20, length=700, nearest=40
+    )
+    assert made.tokens.shape == (20, 700)
+    assert made.distances.min() >= 40
+    assert made.distances.max() > 400
+    for ids, size, distance in zip(
+      made.tokens, made.value_sizes, made.distances
+    ):
+      answer = ids[-size:]
+      np.testing.assert_array_equal(ids[-size - distance :][:size], answer)
+      text = tokenizer().decode(ids.tolist())
+      question = text.rsplit('\n', 1)[1]
+      name, value = question.split(" = '")
+      assert len(value) == size and value.isdigit()
+      # Stated once, on a line of its own, and asked for once.
+      assert text.count(name) == 2
+      assert f"\n{question}'\n" in '\n' + text
+
+  def test_the_seed_decides(self):
+    make = lambda seed: evaluation.needle(
+      tokenizer(), documents(), seed, count=4, length=600, nearest=40
+    )
+    np.testing.assert_array_equal(make(1).tokens, make(1).tokens)
+    assert (make(1).tokens != make(2).tokens).any()
+
+  def test_impossible_contexts_are_refused(self):
+    make = functools.partial(evaluation.needle, tokenizer(), documents(), 0)
+    with pytest.raises(ValueError, match='nearest=900'):
+      make(length=800, nearest=900)
+    with pytest.raises(ValueError, match='longest of'):
+      make(length=1 << 20)
+    with pytest.raises(ValueError, match='does not fit'):
+      evaluation.copy(tokenizer(), documents(), 0, length=300)
+
+  def test_copies_stand_twice(self):
+    made = evaluation.copy(
+      tokenizer(), documents(), 5, count=20, length=700, span=32, nearest=40
+    )
+    assert made.tokens.shape == (20, 700)
+    assert 40 <= made.distances.min() < 80
+    assert 400 < made.distances.max() <= 700 - 32
+    for ids, first, distance in zip(made.tokens, made.first, made.distances):
+      span = ids[-32:]
+      np.testing.assert_array_equal(ids[first : first + 32], span)
+      assert first + distance == 700 - 32
+
+
+class RecallTest(parameterized.TestCase):
+  def test_documents_restate_pairs(self):
+    made = evaluation.recall_documents(
+      tokenizer(), texts(), 0, 6, length=900, pairs=6
+    )
+    assert made.shape == (6, 900) and made.dtype == np.int32
+    source = pairs.PairSource(tokenizer(), 0, pairs.TRAINING, pairs.FORMS)
+    distances = []
+    for ids in made:
+      text = '\n' + tokenizer().decode(ids.tolist())
+      for pair, _ in zip(source, range(6)):
+        line = '\n' + tokenizer().decode(pair.line.tolist())
+        assert text.count(line) == 2, line
+        distances.append(text.rindex(line) - text.index(line))
+    assert min(distances) < 400 and max(distances) > 1500
+
+  def test_training_never_sees_a_probe(self):
+    draw = lambda domain: [
+      pair
+      for pair, _ in zip(
+        pairs.PairSource(tokenizer(), 0, domain, pairs.FORMS[:1]), range(300)
+      )
+    ]
+    probe, training = draw(pairs.PROBE), draw(pairs.TRAINING)
+    for field in ('name', 'value'):
+      ours = {getattr(p, field) for p in probe}
+      assert not ours & {getattr(p, field) for p in training}
+    assert len({p.name for p in training}) == 300
+
+  def test_too_many_pairs_are_refused(self):
+    with pytest.raises(ValueError, match='pairs=60'):
+      evaluation.recall_documents(
+        tokenizer(), documents(), 0, 1, length=900, pairs=60
+      )
+
+  def test_a_value_that_shares_a_token_is_refused(self):
+    form = "{name} = '{value}'\n"
+    assert pairs.encode_pair(tokenizer(), form, 'a', '4711') is not None
+    merged = pairs.encode_pair(tokenizer(), '{name}{value}x\n', 'a', 'b')
+    assert merged is None
+
+
+class ScoreTest(parameterized.TestCase):
+  @parameterized.parameters('share', 'dense')
+  def test_equals_inference(self, selection):
+    """Five contexts in batches of two, places at both ends."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 96, (5, 100))
+    places = np.sort(rng.integers(1, 100, (5, 7)))
+    places[:, 0], places[:, -1] = 1, 99
+    model = small_models.small_model(0)
+    ours = scoring.score_tokens(
+      model, tokens, places, selection=selection, batch=2
+    )
+    if selection == 'dense':
+      indexer = dataclasses.replace(model.config.indexer, topk=128)
+      model = _with_config(model, indexer=indexer)
+    logits = jax.jit(lambda m, t: forward(m, t).logits)(model, tokens)
+    nats = -jax.nn.log_softmax(logits[:, :-1])
+    b = np.arange(5)[:, None]
+    wanted = np.asarray(nats)[b, places - 1, tokens[b, places]]
+    np.testing.assert_allclose(ours.nats, wanted, atol=2e-5)
+    greedy = np.asarray(jnp.argmax(logits, -1))[b, places - 1]
+    np.testing.assert_array_equal(ours.greedy, greedy)
+
+  def test_window_nats_are_those_of_every_row(self):
+    tokens = np.random.default_rng(1).integers(0, 96, (2, 128))
+    model = small_models.small_model(0)
+    windows = scoring.whole_windows(tokens)
+    options = scoring.eval_options(model.config, 'share', 128)
+    nats, mask = scoring.window_nats(model, windows, options)
+    np.testing.assert_array_equal(mask, np.arange(128) < 127 + np.zeros((2, 1)))
+    places = np.tile(np.arange(1, 128), (2, 1))
+    one = scoring.score_tokens(model, tokens, places)
+    np.testing.assert_allclose(nats[:, :-1], one.nats, atol=1e-5)
+
+  def test_per_layer_needs_an_indexer_in_every_layer(self):
+    with pytest.raises(ValueError, match='indexer in every layer'):
+      scoring.eval_options(small_models.small_config(0), 'per_layer', 64)
+    full = small_models.small_config(
+      0, indexer_types=(FULL,) * 2, mlp_types=('dense', 'sparse')
+    )
+    assert scoring.eval_options(full, 'per_layer', 64).sparse
+    with pytest.raises(ValueError, match='must be one of'):
+      scoring.eval_options(full, 'shared', 64)
+
+  def test_needles_are_judged_by_every_value_token(self):
+    made = evaluation.needle(
+      tokenizer(), documents(), 0, count=6, length=400, nearest=20
+    )
+    result = evaluation.score_needles(code_model(), made, batch=4)
+    assert result['count'] == 6 and result['found'] == 0
+    assert sum(r['count'] for r in result['by_distance']) == 6
+    assert result['nats'] > 4
+    # A model that always answers right, but for one token of one needle.
+    right = np.array(made.tokens[:, -made.value_sizes.max() :])
+    right[2, -1] += 1
+    right[4, 0] += made.value_sizes[4] < right.shape[1]
+    scores = scoring.Scores(right, np.zeros(right.shape))
+    with _answering(scores):
+      result = evaluation.score_needles(None, made)
+    assert result['each'] == [True, True, False, True, True, True]
+    assert result['share'] == 5 / 6
+
+  def test_copies_are_compared_with_the_first(self):
+    made = evaluation.copy(
+      tokenizer(), documents(), 0, count=4, length=400, span=24, nearest=30
+    )
+    greedy = np.zeros((4, 2, 16), np.int32)
+    greedy[:, 1] = made.tokens[:, -16:]
+    greedy[0, 1, 0] += 1
+    nats = np.stack([np.full((4, 16), 3.0), np.full((4, 16), 0.5)], 1)
+    scores = scoring.Scores(greedy.reshape(4, -1), nats.reshape(4, -1))
+    with _answering(scores):
+      result = evaluation.score_copies(None, made)
+    assert result['first_nats'] == 3 and result['copy_nats'] == 0.5
+    assert result['copy_accuracy'] == 63 / 64
+    assert result['first_accuracy'] < 0.2
+    real = evaluation.score_copies(code_model(), made, batch=4)
+    assert real['count'] == 4
+    assert abs(real['first_nats'] - np.log(VOCAB)) < 3
+
+
+def _with_config(model, **changes):
+  """The same parameters under another configuration of equal shapes."""
+  other = abstract_model(dataclasses.replace(model.config, **changes))
+  return jax.tree.structure(other).unflatten(jax.tree.leaves(model))
+
+
+def _answering(scores):
+  return mock.patch.object(scoring, 'score_tokens', lambda *a, **k: scores)
+
+
+if __name__ == '__main__':
+  absltest.main()
