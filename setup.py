@@ -9,6 +9,14 @@ _TEST = [
   'pre-commit>=3.7',
 ]
 _TORCH = ['torch>=2.6', 'transformers>=5.24']
+_SERVE = [
+  'fastapi>=0.115',
+  'llguidance>=1.0',
+  'prometheus-client>=0.20',
+  'pydantic>=2.9',
+  'uvicorn>=0.30',
+]
+_CLIENTS = ['openai>=1.60', 'schemathesis>=4.0']
 _LIBTPU = ['libtpu>=0.0.42; platform_system == "Linux"']
 
 setup(
@@ -29,6 +37,8 @@ setup(
     'glm_jax.evaluation',
     'glm_jax.losses',
     'glm_jax.serving',
+    'glm_jax.serving.http',
+    'glm_jax.serving.parsers',
     'glm_jax.training',
     'glm_jax.validation',
     'pallas_kernels',
@@ -38,7 +48,7 @@ setup(
     'pallas_kernels.topk_gather_attention',
     'sharding',
   ],
-  package_data={'glm_jax': ['*.jinja']},
+  package_data={'glm_jax': ['*.jinja'], 'glm_jax.serving.http': ['*.html']},
   install_requires=[
     'absl-py>=2.1',
     'etils[epath]>=1.9',
@@ -56,7 +66,8 @@ setup(
     'tpu': ['jax[tpu]>=0.10.2'],
     'gpu': ['jax[cuda13]>=0.10.2'],
     'plan': _LIBTPU,
+    'serve': _SERVE,
     'validate': _TORCH,
-    'dev': _TEST + _TORCH + _LIBTPU,
+    'dev': _TEST + _SERVE + _CLIENTS + _TORCH + _LIBTPU,
   },
 )

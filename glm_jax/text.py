@@ -125,6 +125,10 @@ class Tokenizer:
     """
     return self._backend.decode(_as_list(ids), skip_special_tokens)
 
+  def to_json(self) -> str:
+    """The tokenizer in the format of tokenizer.json."""
+    return self._backend.to_str()
+
   def visible_ids(
     self, ids: Sequence[int], skip_special_tokens: bool = True
   ) -> list[int]:

@@ -1,0 +1,237 @@
+"""The HTTP application: routes over a `Service`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import fastapi
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from glm_jax.serving.http import errors, metrics, protocol, sse, status
+from glm_jax.serving.http.chat import Chat
+from glm_jax.serving.http.completions import Completion
+from glm_jax.serving.http.errors import ApiError, JsonResponse
+from glm_jax.serving.http.middleware import Guard
+from glm_jax.serving.http.service import ServedModel, ServerOptions, Service
+from glm_jax.serving.request import EngineStream
+
+_TITLE = 'glm-jax'
+
+
+def create_app(
+  engine: EngineStream,
+  model: ServedModel,
+  options: ServerOptions | None = None,
+  *,
+  on_shutdown: Callable[[], Awaitable[None]] | None = None,
+) -> fastapi.FastAPI:
+  """An OpenAI-compatible application over a running engine.
+
+  Args:
+    engine: runs the requests.
+    model: facts of the model.
+    options: of the server.
+    on_shutdown: awaited after the last request, e.g. to stop the engine.
+
+  Returns:
+    The ASGI application; `app.state.service` is its `Service`.
+  """
+  options = options or ServerOptions()
+  service = Service(engine, model, options)
+
+  @contextlib.asynccontextmanager
+  async def lifespan(_):
+    yield
+    service.draining = True
+    if on_shutdown is not None:
+      await on_shutdown()
+
+  app = fastapi.FastAPI(
+    title=_TITLE,
+    description='OpenAI-compatible interface of GLM models in JAX.',
+    docs_url=None,  # The usual page loads scripts from elsewhere.
+    redoc_url=None,
+    lifespan=lifespan,
+    default_response_class=JsonResponse,
+  )
+  app.state.service = service
+  errors.install(app)
+  app.include_router(_generation(service))
+  app.include_router(_text(service))
+  app.include_router(_operation(service))
+  app.add_middleware(
+    Guard,
+    api_keys=options.api_keys,
+    max_body_bytes=options.max_body_bytes,
+    body_seconds=options.body_seconds,
+  )
+  return app
+
+
+def _generation(service: Service) -> fastapi.APIRouter:
+  """Routes that run the model."""
+  router = fastapi.APIRouter(responses=_ERRORS)
+
+  async def respond(request: Request, work: Chat | Completion, stream: bool):
+    if not stream:
+      return await sse.answer(request, work.complete())
+    return await sse.stream(
+      request, work.events(), stall_seconds=service.options.stall_seconds
+    )
+
+  @router.post('/v1/chat/completions')
+  async def chat(body: protocol.ChatRequest, request: Request) -> Response:
+    """Answers in a conversation."""
+    return await respond(request, Chat(service, body), body.stream)
+
+  @router.post('/v1/completions')
+  async def completions(
+    body: protocol.CompletionRequest, request: Request
+  ) -> Response:
+    """Continues text or token ids."""
+    return await respond(request, Completion(service, body), body.stream)
+
+  @router.post('/abort_request')
+  async def abort(body: protocol.AbortRequest) -> Response:
+    """Ends a running request by the id of its response, or all of them."""
+    running = dict(service.running)
+    ids = list(running) if body.abort_all else [body.request_id]
+    aborted = []
+    for response_id in ids:
+      inner = running.get(response_id, ())
+      ended = [await service.engine.abort(one) for one in inner]
+      if any(ended):
+        aborted.append(response_id)
+    return JsonResponse({'aborted': aborted})
+
+  return router
+
+
+def _text(service: Service) -> fastapi.APIRouter:
+  """Routes that turn text into ids and back."""
+  router = fastapi.APIRouter(responses=_ERRORS)
+
+  @router.get('/v1/models')
+  async def models() -> Response:
+    """The names of the model."""
+    data = [_card(service.model, name) for name in service.model.names]
+    return JsonResponse({'object': 'list', 'data': data})
+
+  @router.get('/v1/models/{name:path}')
+  async def model(name: str) -> Response:
+    """One model."""
+    service.check_model(name)
+    return JsonResponse(_card(service.model, name))
+
+  @router.post('/tokenize')
+  async def tokenize(body: protocol.TokenizeRequest) -> Response:
+    """Ids of a text, or of a conversation as the model sees it."""
+    service.check_model(body.model)
+    if body.messages is not None:
+      ids = list((await service.chat_prompt(body)).ids)
+    else:
+      ids = list((await service.text_prompts(body.prompt))[0].ids)
+    text = lambda i: service.tokenizer.decode([i], skip_special_tokens=False)
+    return JsonResponse(
+      {
+        'count': len(ids),
+        'max_model_len': service.model.max_model_len,
+        'tokens': ids,
+        'token_strs': [text(i) for i in ids]
+        if body.return_token_strs
+        else None,
+      }
+    )
+
+  @router.post('/detokenize')
+  async def detokenize(body: protocol.DetokenizeRequest) -> Response:
+    """Text of ids, special tokens included."""
+    service.check_model(body.model)
+    text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return JsonResponse({'prompt': text})
+
+  return router
+
+
+def _operation(service: Service) -> fastapi.APIRouter:
+  """Routes for those who run the server."""
+  router = fastapi.APIRouter()
+
+  @router.get('/health')
+  async def health() -> Response:
+    """200 while the process lives."""
+    return JsonResponse({'status': 'ok'})
+
+  @router.get('/ready', responses=_ERRORS)
+  async def ready() -> Response:
+    """200 when requests are taken: warmed up and not shutting down."""
+    if service.draining or not service.engine.ready:
+      why = 'shutting down' if service.draining else 'warming up'
+      raise ApiError(503, f'not ready: {why}', code='not_ready')
+    return JsonResponse({'status': 'ready'})
+
+  @router.get('/metrics')
+  async def exposition() -> Response:
+    """Prometheus metrics."""
+    text = service.metrics.exposition(await service.engine.stats())
+    return Response(text, media_type=metrics.CONTENT_TYPE)
+
+  @router.post('/flush_cache', responses=_ERRORS)
+  async def flush_cache() -> Response:
+    """Forgets every cached prefix; refused while requests run."""
+    if not await service.engine.flush_cache():
+      raise ApiError(409, 'requests are running: flush when idle', code='busy')
+    return JsonResponse({'flushed': True})
+
+  @router.get('/', include_in_schema=False)
+  async def page() -> Response:
+    """The status page."""
+    return HTMLResponse(status.page(), headers=status.HEADERS)
+
+  @router.get('/status')
+  async def counts() -> Response:
+    """What the status page shows: counts, never prompts."""
+    return JsonResponse(status.snapshot(service, await service.engine.stats()))
+
+  return router
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+  return {
+    'id': name,
+    'object': 'model',
+    'created': model.created,
+    'owned_by': _TITLE,
+    'root': model.names[0],
+    'parent': None,
+    'max_model_len': model.max_model_len,
+  }
+
+
+_ERROR = {
+  'description': 'The usual error object.',
+  'content': {
+    'application/json': {
+      'schema': {
+        'type': 'object',
+        'required': ['error'],
+        'properties': {
+          'error': {
+            'type': 'object',
+            'required': ['message', 'type', 'param', 'code'],
+            'properties': {
+              'message': {'type': 'string'},
+              'type': {'type': 'string'},
+              'param': {'type': ['string', 'null']},
+              'code': {'type': ['string', 'null']},
+            },
+          }
+        },
+      }
+    }
+  },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {'4XX': _ERROR, '503': _ERROR}

@@ -1,0 +1,216 @@
+"""Prometheus metrics under vLLM's names, so that dashboards work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from glm_jax.serving.request import Output
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+_SECONDS = (
+  *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
+  *(10, 20, 40, 80, 160, 320, 640, 1280, 2560),
+)
+_TOKENS = tuple(2**power for power in range(0, 21, 2))
+
+
+class Metrics:
+  """Counts what the HTTP side sees; the engine's own counts come at scrape.
+
+  Attributes:
+    started: seconds since the epoch.
+    counts: totals for the status page.
+  """
+
+  def __init__(self, model_name: str):
+    """Makes a registry of its own: several servers fit into one process."""
+    self._name = model_name
+    self._registry = prometheus_client.CollectorRegistry()
+    self._stats: Mapping[str, Any] = {}
+    self._registry.register(_EngineCollector(self))
+    self.started = time.time()
+    self.counts = {
+      'requests': 0,
+      'finished': 0,
+      'aborted': 0,
+      'prompt_tokens': 0,
+      'cached_tokens': 0,
+      'generation_tokens': 0,
+      'drafts': 0,
+      'draft_tokens': 0,
+      'accepted_tokens': 0,
+    }
+    self.accepted_by_position: dict[int, int] = {}
+    self._prompt = self._counter('prompt_tokens', 'Prompt tokens.')
+    self._generated = self._counter('generation_tokens', 'Generated tokens.')
+    self._success = prometheus_client.Counter(
+      'vllm:request_success',
+      'Finished requests.',
+      ['model_name', 'finished_reason'],
+      registry=self._registry,
+    )
+    seconds = lambda name, about: self._histogram(name, about, _SECONDS)
+    self._first = seconds('time_to_first_token_seconds', 'Until the first.')
+    self._between = seconds('inter_token_latency_seconds', 'Between tokens.')
+    self._each = seconds(
+      'request_time_per_output_token_seconds', 'Mean of a request.'
+    )
+    self._whole = seconds('e2e_request_latency_seconds', 'Until the last.')
+    self._prompts = self._histogram(
+      'request_prompt_tokens', 'Prompt tokens of a request.', _TOKENS
+    )
+    self._answers = self._histogram(
+      'request_generation_tokens', 'New tokens of a request.', _TOKENS
+    )
+
+  @property
+  def model_name(self) -> str:
+    """The value of the label `model_name`."""
+    return self._name
+
+  @property
+  def engine_stats(self) -> Mapping[str, Any]:
+    """What the engine said at the last scrape."""
+    return self._stats
+
+  def exposition(self, stats: Mapping[str, Any]) -> bytes:
+    """The text that Prometheus reads; `stats` are the engine's."""
+    self._stats = stats
+    return prometheus_client.generate_latest(self._registry)
+
+  def sequence(self) -> SequenceMetrics:
+    """Begins the measurement of one sequence."""
+    self.counts['requests'] += 1
+    return SequenceMetrics(self)
+
+  def _counter(self, name: str, about: str):
+    counter = prometheus_client.Counter(
+      f'vllm:{name}', about, ['model_name'], registry=self._registry
+    )
+    return counter.labels(self._name)
+
+  def _histogram(self, name: str, about: str, buckets):
+    histogram = prometheus_client.Histogram(
+      f'vllm:{name}',
+      about,
+      ['model_name'],
+      buckets=buckets,
+      registry=self._registry,
+    )
+    return histogram.labels(self._name)
+
+
+class SequenceMetrics:
+  """Times and counts of one sequence."""
+
+  def __init__(self, metrics: Metrics):
+    self._metrics = metrics
+    self._begin = time.perf_counter()
+    self._first: float | None = None
+    self._last = self._begin
+    self._ids = 0
+    self._done = False
+
+  def tokens(self, count: int):
+    """`count` tokens have just arrived."""
+    if not count:
+      return
+    now, metrics = time.perf_counter(), self._metrics
+    if self._first is None:
+      self._first = now
+      metrics._first.observe(now - self._begin)
+      count_between = count - 1
+    else:
+      count_between = count
+    # The tokens of one step share the time since the step before.
+    for _ in range(count_between):
+      metrics._between.observe((now - self._last) / count)
+    self._last = now
+    self._ids += count
+    metrics._generated.inc(count)
+    metrics.counts['generation_tokens'] += count
+
+  def finish(self, output: Output, reason: str):
+    """The sequence has ended; `output` is the newest one of the engine."""
+    if self._done:
+      return
+    self._done = True
+    metrics = self._metrics
+    now = time.perf_counter()
+    metrics._success.labels(metrics.model_name, reason).inc()
+    metrics._whole.observe(now - self._begin)
+    metrics._prompt.inc(output.prompt_tokens)
+    metrics._prompts.observe(output.prompt_tokens)
+    metrics._answers.observe(self._ids)
+    if self._first is not None and self._ids > 1:
+      metrics._each.observe((self._last - self._first) / (self._ids - 1))
+    counts = metrics.counts
+    counts['aborted' if reason == 'abort' else 'finished'] += 1
+    counts['prompt_tokens'] += output.prompt_tokens
+    counts['cached_tokens'] += output.cached_tokens
+    counts['drafts'] += output.rounds
+    counts['draft_tokens'] += sum(output.drafted)
+    counts['accepted_tokens'] += sum(output.accepted)
+    for position, accepted in enumerate(output.accepted):
+      old = metrics.accepted_by_position.get(position, 0)
+      metrics.accepted_by_position[position] = old + accepted
+
+
+class _EngineCollector:
+  """Turns the engine's stats and our counts into families at scrape time."""
+
+  # Ours -> vLLM's name; the first key that the engine has is taken.
+  _GAUGES = {
+    'num_requests_running': ('running',),
+    'num_requests_waiting': ('waiting',),
+    'kv_cache_usage_perc': ('page_usage',),
+  }
+  _COUNTERS = {
+    'num_preemptions': ('preemptions',),
+  }
+
+  def __init__(self, metrics: Metrics):
+    self._metrics = metrics
+
+  def describe(self):
+    """Nothing is known before a scrape."""
+    return ()
+
+  def collect(self) -> Iterator[Any]:
+    """Yields metric families."""
+    counts, stats = self._metrics.counts, self._metrics.engine_stats
+    for name, keys in self._GAUGES.items():
+      value = next((stats[key] for key in keys if key in stats), None)
+      if value is not None:
+        yield self._family(GaugeMetricFamily, name, value)
+    for name, keys in self._COUNTERS.items():
+      value = next((stats[key] for key in keys if key in stats), None)
+      if value is not None:
+        yield self._family(CounterMetricFamily, name, value)
+    for name, key in (
+      ('prefix_cache_queries', 'prompt_tokens'),
+      ('prefix_cache_hits', 'cached_tokens'),
+      ('spec_decode_num_drafts', 'drafts'),
+      ('spec_decode_num_draft_tokens', 'draft_tokens'),
+      ('spec_decode_num_accepted_tokens', 'accepted_tokens'),
+    ):
+      yield self._family(CounterMetricFamily, name, counts[key])
+    by_position = CounterMetricFamily(
+      'vllm:spec_decode_num_accepted_tokens_per_pos',
+      'Accepted drafts at each position.',
+      labels=['model_name', 'position'],
+    )
+    for position, count in sorted(self._metrics.accepted_by_position.items()):
+      labels = [self._metrics.model_name, str(position)]
+      by_position.add_metric(labels, count)
+    yield by_position
+
+  def _family(self, kind, name: str, value: float):
+    family = kind(f'vllm:{name}', name.replace('_', ' '), labels=['model_name'])
+    family.add_metric([self._metrics.model_name], float(value))
+    return family
