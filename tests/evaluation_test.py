@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
+import tempfile
 from unittest import mock
 
 import jax
@@ -14,8 +16,8 @@ from absl.testing import absltest, parameterized
 
 from glm_jax import evaluation, forward
 from glm_jax.config import FULL
-from glm_jax.data import train_tokenizer
-from glm_jax.evaluation import pairs, scoring
+from glm_jax.data import TokenFile, TokenWriter, pairs, train_tokenizer
+from glm_jax.evaluation import by_position, scoring
 from glm_jax.model import abstract_model
 from glm_jax.text import Tokenizer
 
@@ -217,6 +219,85 @@ class ScoreTest(parameterized.TestCase):
     real = evaluation.score_copies(code_model(), made, batch=4)
     assert real['count'] == 4
     assert abs(real['first_nats'] - np.log(VOCAB)) < 3
+
+
+class PositionTest(parameterized.TestCase):
+  def test_windows_are_whole_stretches_of_documents(self):
+    file = _token_file([np.arange(90), np.arange(100, 165), np.arange(20)])
+    made = by_position.full_windows(file, 64)
+    # The second document has the token behind its window, the third no window.
+    np.testing.assert_array_equal(made[:, 0], [0, 100])
+    np.testing.assert_array_equal(made[:, -1], [64, 164])
+    assert len(by_position.full_windows(file, 16, 3)) == 3
+    with pytest.raises(ValueError, match='more than 128 tokens'):
+      by_position.full_windows(file, 128)
+
+  def test_buckets_hold_the_means_of_their_rows(self):
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, 96, (3, 129)).astype(np.int32)
+    model = small_models.small_model(0)
+    made = by_position.losses_by_position(
+      model, windows, batch=2, edges=(0, 1, 50, 128)
+    )
+    places = np.tile(np.arange(1, 129), (3, 1))
+    nats = scoring.score_tokens(model, windows, places, batch=2).nats
+    wanted = [nats[:, :1], nats[:, 1:50], nats[:, 50:]]
+    wanted = np.stack([x.mean(1) for x in wanted], 1)
+    np.testing.assert_allclose(made.nats, wanted, atol=1e-5)
+    np.testing.assert_allclose(made.loss, nats.mean(), atol=1e-5)
+    for row, nats in zip(made.rows(), wanted.T):
+      np.testing.assert_allclose(row['nats'], nats.mean(), atol=1e-5)
+      error = nats.std(ddof=1) / 3**0.5
+      np.testing.assert_allclose(row['standard_error'], error, atol=1e-5)
+    again = by_position.PositionLosses.from_json(
+      json.loads(
+        json.dumps(dataclasses.asdict(made), default=np.ndarray.tolist)
+      )
+    )
+    np.testing.assert_array_equal(again.nats, made.nats)
+    assert again.rows() == made.rows()
+
+  def test_default_edges(self):
+    edges = by_position.bucket_edges(8192)
+    assert edges[:6] == (0, 64, 128, 256, 512, 1024)
+    assert edges[6:] == (1536, 2048, 3072, 4096, 6144, 8192)
+
+  def test_paired_differences_cancel_what_windows_share(self):
+    rng = np.random.default_rng(0)
+    text = 10 * rng.random((40, 1))
+    noise = lambda: 0.01 * rng.standard_normal((40, 2))
+    make = lambda nats: by_position.PositionLosses(
+      (0, 1, 2), nats, np.ones(2), 'w', 'share'
+    )
+    theirs = [make(text + noise()) for _ in range(3)]
+    ours = [make(x.nats + [0.1, -0.2] + noise()) for x in theirs]
+    rows = by_position.paired_difference(ours, theirs)
+    np.testing.assert_allclose(
+      [r['difference'] for r in rows], [0.1, -0.2], atol=5e-3
+    )
+    each = [o.nats[:, 0] - t.nats[:, 0] for o, t in zip(ours, theirs)]
+    first = rows[0]
+    error = np.mean(each, 0).std(ddof=1) / 40**0.5
+    np.testing.assert_allclose(first['error_windows'], error)
+    error = np.mean(each, 1).std(ddof=1) / 3**0.5
+    np.testing.assert_allclose(first['error_seeds'], error)
+    larger = max(first['error_windows'], first['error_seeds'])
+    np.testing.assert_allclose(first['upper'], first['difference'] + 2 * larger)
+    one = by_position.paired_difference(ours[:1], theirs[:1])[0]
+    assert one['error_seeds'] is None and one['upper'] > one['difference']
+    other = dataclasses.replace(ours[0], windows='v')
+    with pytest.raises(ValueError, match='cannot be paired'):
+      by_position.paired_difference([other], theirs[:1])
+    with pytest.raises(ValueError, match='1 runs'):
+      by_position.paired_difference(ours[:1], theirs)
+
+
+def _token_file(documents):
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='tokens_'))
+  with TokenWriter(folder / 'file', 96 * 3, 'ab' * 32) as writer:
+    for ids in documents:
+      writer.add(ids)
+  return TokenFile(folder / 'file')
 
 
 def _with_config(model, **changes):

@@ -1,11 +1,11 @@
 """What a model makes of held-out text, beyond a mean loss.
 
-  pairs        names with values in real text, for probes and for training
   probes       needles and copies far behind, at distances beyond top-k
+  by_position  loss by position in the window; paired differences of models
   scoring      teacher-forced passes that give nats and greedy tokens
 
-The public names are looked up when they are first used: making contexts and
-training documents imports no jax.
+The public names are looked up when they are first used: making contexts
+imports no jax.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import importlib
 _PUBLIC = {  # name -> the module that defines it
   'Copies': 'glm_jax.evaluation.probes',
   'Needles': 'glm_jax.evaluation.probes',
+  'PositionLosses': 'glm_jax.evaluation.by_position',
   'copy': 'glm_jax.evaluation.probes',
+  'full_windows': 'glm_jax.evaluation.by_position',
+  'losses_by_position': 'glm_jax.evaluation.by_position',
   'needle': 'glm_jax.evaluation.probes',
-  'recall_documents': 'glm_jax.evaluation.pairs',
+  'paired_difference': 'glm_jax.evaluation.by_position',
+  'recall_documents': 'glm_jax.data.pairs',
   'score_copies': 'glm_jax.evaluation.probes',
   'score_needles': 'glm_jax.evaluation.probes',
   'score_tokens': 'glm_jax.evaluation.scoring',

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from glm_jax.data.token_file import TokenFile
-from glm_jax.evaluation.pairs import (
+from glm_jax.data.pairs import (
   FORMS,
   PROBE,
   PairSource,
