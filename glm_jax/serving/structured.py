@@ -187,7 +187,7 @@ class StructuredOutput:
 
 def _value(rule: str, schema: Any, definitions: Mapping[str, Any]) -> list[str]:
   """Rules for a value: strings as they are, everything else as JSON."""
-  types = declared_types(schema)
+  types = declared_types(schema, definitions)
   options = []
   strings = schema.get('enum') if isinstance(schema, Mapping) else None
   if types == _STRING and isinstance(strings, list) and strings:

@@ -21,6 +21,9 @@ _TYPES = {
 }
 
 
+_MAX_REFERENCES = 16
+
+
 def parameter_types(
   tools: Sequence[Mapping[str, Any]] | None, name: str, key: str
 ) -> frozenset[str] | None:
@@ -63,8 +66,14 @@ def escape(text: str) -> str:
   return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def declared_types(schema: Any) -> frozenset[str] | None:
-  """JSON types that a schema allows; None where it does not say."""
+def declared_types(
+  schema: Any, root: Mapping[str, Any] | None = None
+) -> frozenset[str] | None:
+  """JSON types that a schema allows; None where it does not say.
+
+  References into `root`, such as #/$defs/point, are followed.
+  """
+  schema = _resolve(schema, root)
   if not _is_map(schema):
     return None
   declared = schema.get('type')
@@ -76,9 +85,23 @@ def declared_types(schema: Any) -> frozenset[str] | None:
     return frozenset(_TYPES.get(type(v), 'string') for v in schema['enum'])
   for key in ('anyOf', 'oneOf'):
     if isinstance(schema.get(key), list):
-      options = [declared_types(option) for option in schema[key]]
+      options = [declared_types(option, root) for option in schema[key]]
       known = None not in options
       return frozenset().union(*options) if known else None
+  return None
+
+
+def _resolve(schema: Any, root: Any) -> Any:
+  """What a local reference stands for; None for any other reference."""
+  for _ in range(_MAX_REFERENCES):
+    if not _is_map(schema) or '$ref' not in schema:
+      return schema
+    reference, schema = schema['$ref'], root
+    if not isinstance(reference, str) or not reference.startswith('#/'):
+      return None
+    for part in reference[2:].split('/'):
+      part = part.replace('~1', '/').replace('~0', '~')
+      schema = schema.get(part) if _is_map(schema) else None
   return None
 
 
