@@ -47,6 +47,7 @@ setup(
     'pallas_kernels.streaming_topk',
     'pallas_kernels.topk_gather_attention',
     'sharding',
+    'sharding.planner',
   ],
   package_data={'glm_jax': ['*.jinja'], 'glm_jax.serving.http': ['*.html']},
   install_requires=[

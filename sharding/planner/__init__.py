@@ -1,0 +1,1 @@
+"""The pod planner: real steps compiled for slices of TPUs, without a TPU."""

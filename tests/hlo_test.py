@@ -1,0 +1,363 @@
+"""Costs read from HLO against counts made by hand."""
+# ruff: noqa: E501  (HLO puts an instruction on a line)
+
+import functools
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import parameterized
+from jax.sharding import Mesh, PartitionSpec
+
+from sharding.chips import CHIPS
+from sharding.planner import hlo
+from sharding.planner.cost import Cost, Loops, module_cost
+from sharding.planner.frames import entry_frame
+from sharding.planner.transfers import transfers
+
+CHIP = CHIPS['v6e']
+
+
+def module(text):
+  return hlo.parse(textwrap.dedent(text))
+
+
+def compiled(f, *args):
+  return hlo.parse(jax.jit(f).lower(*args).compile().as_text())
+
+
+def loop_text(
+  body, limit='constant(7)', step='constant(2)', first='constant(1)'
+):
+  """A loop over (counter, [8, 16] x, limit) with `body` in its middle."""
+  return module(f"""
+    HloModule m, is_scheduled=true
+
+    %body (p: (s32[], f32[8,16], s32[])) -> (s32[], f32[8,16], s32[]) {{
+      %p = (s32[]{{:T(128)}}, f32[8,16]{{1,0:T(8,128)}}, s32[]) parameter(0)
+      %i = s32[] get-tuple-element(%p), index=0
+      %x = f32[8,16]{{1,0}} get-tuple-element(%p), index=1
+      %n = s32[] get-tuple-element(%p), index=2
+      %step = s32[] {step}
+      %next = s32[] add(%i, %step)
+      {body}
+      ROOT %t = (s32[], f32[8,16], /*index=2*/s32[]) tuple(%next, %y, %n)
+    }}
+
+    %cond (p.1: (s32[], f32[8,16], s32[])) -> pred[] {{
+      %p.1 = (s32[], f32[8,16], s32[]) parameter(0)
+      %i.1 = s32[] get-tuple-element(%p.1), index=0
+      %n.1 = s32[] get-tuple-element(%p.1), index=2
+      ROOT %lt = pred[] compare(%i.1, %n.1), direction=LT
+    }}
+
+    ENTRY %main (a: f32[8,16], b: s32[]) -> f32[8,16] {{
+      %a = f32[8,16] parameter(0)
+      %b = s32[] parameter(1)
+      %first = s32[] {first}
+      %limit = s32[] {limit}
+      %t.1 = (s32[], f32[8,16], s32[]) tuple(%first, %a, %limit)
+      %w = (s32[], f32[8,16], s32[]) while(%t.1), condition=%cond, body=%body, metadata={{op_name="jit(f)/draft/while"}}
+      ROOT %out = f32[8,16] get-tuple-element(%w), index=1
+    }}
+  """)
+
+
+DOT = (
+  '%k = f32[16,16] constant({...})\n'
+  '      %y = f32[8,16] dot(%x, %k), lhs_contracting_dims={1}, '
+  'rhs_contracting_dims={0}'
+)
+
+
+class TripCountTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('constant(7)', 'constant(2)', 'constant(1)', 3),
+    ('constant(8)', 'constant(2)', 'constant(1)', 4),
+    ('constant(1)', 'constant(2)', 'constant(1)', 0),
+    ('constant(1024)', 'constant(1)', 'constant(0)', 1024),
+    ('copy(%b)', 'constant(1)', 'constant(0)', None),
+    ('constant(7)', 'copy(%n)', 'constant(1)', 1),
+  )
+  def test_counter_limit_and_step(self, limit, step, first, trips):
+    m = loop_text(DOT, limit, step, first)
+    loop = m.entry.by_name['w']
+    self.assertEqual(entry_frame(m).trip_count(loop), trips)
+
+  def test_a_limit_that_the_body_changes_is_unknown(self):
+    m = loop_text(DOT + '\n      %n2 = s32[] add(%n, %n)')
+    changed = dict(m.computations)
+    text = [i for i in changed['body'].instructions if i.name != 't']
+    root = hlo._instruction(
+      't', '(s32[], f32[8,16], s32[]) tuple(%next, %y, %n2)'
+    )
+    changed['body'] = hlo.Computation('body', (*text, root), root)
+    m = hlo.Module(changed, m.entry)
+    self.assertIsNone(entry_frame(m).trip_count(m.entry.by_name['w']))
+
+  def test_a_compiled_nest_of_loops(self):
+    def f(x, w):
+      inner = lambda _, x: jnp.tanh(x @ w)
+      body = lambda i, x: jax.lax.fori_loop(0, 5, inner, x) + i
+      return jax.lax.scan(lambda x, i: (body(i, x), None), x, jnp.arange(3))[0]
+
+    m = compiled(f, jnp.ones((8, 16)), jnp.ones((16, 16)))
+    self.assertEqual(module_cost(m).flops, 3 * 5 * 2 * 8 * 16 * 16)
+
+
+class CostTest(parameterized.TestCase):
+  def test_dots_in_loops(self):
+    one = 2 * 8 * 16 * 16
+    self.assertEqual(module_cost(loop_text(DOT)).flops, 3 * one)
+    # Of a loop whose length is data the caller must say how long it is.
+    unknown = loop_text(DOT, limit='copy(%b)', step='constant(1)')
+    loops = Loops()
+    self.assertEqual(module_cost(unknown, loops).flops, one)
+    self.assertEqual(loops.unknown, {'jit(f)/draft/while'})
+    loops = Loops({r'draft/while$': 6})
+    self.assertEqual(module_cost(unknown, loops).flops, 6 * one)
+    self.assertEqual(loops.assumed, {'jit(f)/draft/while': 6})
+    self.assertFalse(loops.unknown)
+
+  def test_kernels_count_what_they_declare(self):
+    text = (
+      '%y = f32[8,16] custom-call(%x), custom_call_target="tpu_custom_call", '
+      'backend_config={"custom_call_config":{"cost_estimate":{"flops":"1000",'
+      '"transcendentals":"9","bytes_accessed":"77",'
+      '"remote_bytes_transferred":"0"}}}'
+    )
+    cost = module_cost(loop_text(text))
+    self.assertEqual(cost.flops, 3 * 1000)
+    self.assertEqual(cost.declared, 3 * 1000)
+    self.assertEqual(cost.bytes, 3 * 77 + self._loop_bytes())
+
+  def _loop_bytes(self):
+    """Of everything but the loop's work."""
+    empty = '%y = f32[8,16] bitcast(%x)'
+    return module_cost(loop_text(empty)).bytes
+
+  @parameterized.parameters(
+    # [T, D] x [D, F] in the forms a TPU gives it.
+    ('f32[8,32]', 'bf16[8,16]', 'bf16[16,32]', 'bf_io->bf', '', 8 * 16 * 32),
+    ('f32[8,32]', 'bf16[8,16]', 'bf16[32,16]', 'bf_oi->bf', '', 8 * 16 * 32),
+    # Four products at once: a window of four with one tap that meets.
+    (
+      'f32[4,8,32]',
+      'bf16[4,8,16]',
+      'bf16[4,16,32]',
+      '0bf_0io->0bf',
+      'window={size=4 stride=3 pad=0_0 lhs_dilate=4}, ',
+      4 * 8 * 16 * 32,
+    ),
+    # A real convolution: 5 outputs, 3 taps, the outer ones half on padding.
+    (
+      'f32[1,5,2]',
+      'f32[1,5,7]',
+      'f32[3,7,2]',
+      'b0f_0io->b0f',
+      'window={size=3 pad=1_1}, ',
+      (3 * 5 - 2) * 7 * 2,
+    ),
+  )
+  def test_convolutions(self, out, image, kernel, labels, window, macs):
+    m = module(f"""
+      ENTRY %main (a: f32[1], b: f32[1]) -> f32[1] {{
+        %a = {image} parameter(0)
+        %b = {kernel} parameter(1)
+        ROOT %y = {out} convolution(%a, %b), {window}dim_labels={labels}, operand_precision={{highest,highest}}
+      }}
+    """)
+    cost = module_cost(m)
+    self.assertEqual(cost.flops, 2 * macs)
+    self.assertEqual(cost.passes, 6 * 2 * macs)
+
+  def test_a_product_of_one_row_is_a_multiply_and_a_reduce(self):
+    text = """
+      %add (l: f32[], r: f32[]) -> f32[] {{
+        %l = f32[] parameter(0)
+        %r = f32[] parameter(1)
+        ROOT %s = f32[] add(%l, %r)
+      }}
+
+      %fused (p0: bf16[16], p1: bf16[32,16]) -> f32[32] {{
+        %p0 = bf16[16] parameter(0)
+        %p1 = bf16[32,16] parameter(1)
+        %row = bf16[32,16] broadcast(%p0), dimensions={{1}}
+        %m = bf16[32,16] multiply(%row, %p1)
+        %c = f32[32,16] convert(%m)
+        %zero = f32[] constant(0)
+        ROOT %r.1 = f32[32] reduce(%c, %zero), dimensions={{1}}, to_apply=%add, metadata={{op_name="jit(f)/{name}"}}
+      }}
+
+      ENTRY %main (a: bf16[16], b: bf16[32,16]) -> f32[32] {{
+        %a = bf16[16] parameter(0)
+        %b = bf16[32,16] parameter(1)
+        ROOT %f = f32[32] fusion(%a, %b), kind=kLoop, calls=%fused
+      }}
+    """
+    dot = module(text.format(name='td,fd->tf/dot_general'))
+    cost = module_cost(dot)
+    self.assertEqual(cost.flops, 2 * 32 * 16)
+    self.assertEqual(cost.passes, 0)  # the vector unit did it
+    self.assertEqual(cost.bytes, 2 * 16 + 2 * 32 * 16 + 4 * 32)
+    norm = module(text.format(name='reduce_sum'))
+    self.assertEqual(module_cost(norm).flops, 0)
+
+  def test_slices_and_updates_move_what_they_touch(self):
+    m = module("""
+      %fused (p0: bf16[1024,640], p1: s32[], p2: bf16[8,640]) -> bf16[1024,640] {
+        %p0 = bf16[1024,640] parameter(0)
+        %p1 = s32[] parameter(1)
+        %p2 = bf16[8,640] parameter(2)
+        %z = s32[] constant(0)
+        ROOT %u = bf16[1024,640] dynamic-update-slice(%p0, %p2, %p1, %z)
+      }
+
+      ENTRY %main (a: bf16[1024,640], i: s32[4]) -> bf16[4,640] {
+        %a = bf16[1024,640] parameter(0)
+        %i = s32[4] parameter(1)
+        %g = bf16[4,640]{1,0:T(8,128)(2,1)} gather(%a, %i), offset_dims={1}
+        %v = bf16[8,640]{1,0:T(8,128)(2,1)S(1)} slice(%a), slice={[0:8], [0:640]}
+        %n = s32[] constant(3)
+        %f = bf16[1024,640] fusion(%a, %n, %v), kind=kLoop, calls=%fused
+        ROOT %c = bf16[4,640] copy(%g)
+      }
+    """)
+    row = 2 * 640
+    gather = 2 * 4 * row + 4 * 4
+    update = 8 * row + 4  # the new rows lie on the chip
+    self.assertEqual(module_cost(m).bytes, gather + update + 2 * 4 * row)
+
+  def test_time_is_the_slower_side(self):
+    compute = Cost(flops=1, passes=CHIP.peak())
+    memory = Cost(bytes=2 * CHIP.bandwidth)
+    self.assertEqual(compute.seconds(CHIP), 1)
+    self.assertEqual((compute + memory).seconds(CHIP), 2)
+    tpu7x = CHIPS['tpu7x']
+    fp8 = Cost(passes=tpu7x.peak(), fp8=tpu7x.peak())
+    self.assertEqual(fp8.seconds(tpu7x), 0.5)
+
+  def test_text_that_is_no_module(self):
+    with self.assertRaisesRegex(ValueError, 'not an HLO module'):
+      hlo.parse('nothing here')
+
+
+def overlap_text(compute, between=1):
+  """An asynchronous gather of 3 x 2 MiB with `between` products inside it."""
+  side = 1024
+  products = '\n      '.join(
+    f'%d{i} = f32[{side},{side}] convolution(%a, %a), dim_labels=bf_io->bf'
+    for i in range(between)
+  )
+  return module(f"""
+    HloModule m, is_scheduled=true
+
+    %wrapped (p: bf16[{side},{side}]) -> bf16[4096,{side}] {{
+      %p = bf16[{side},{side}] parameter(0)
+      ROOT %ag = bf16[4096,{side}] all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={{0}}
+    }}, execution_thread="sparsecore"
+
+    ENTRY %main (a: bf16[{side},{side}]) -> bf16[4096,{side}] {{
+      %a = bf16[{side},{side}]{{1,0:T(8,128)(2,1)}} parameter(0)
+      %start = ((), (), (s32[8])) async-start(), async_execution_thread="sparsecore", calls=%wrapped, metadata={{op_name="jit(f)/fetch/all_gather"}}
+      {products if compute == 'early' else ''}
+      %update = ((bf16[{side},{side}]), bf16[4096,{side}], (s32[8])) async-update(%start, %a)
+      {products if compute == 'inside' else ''}
+      ROOT %done = bf16[4096,{side}] async-done(%update)
+    }}
+  """)
+
+
+class TransferTest(parameterized.TestCase):
+  # 3/4 of 8 MiB on a link, and 1024^3 products at the chip's peak.
+  SECONDS = 3 * 2 * 1024 * 1024 / CHIP.link_bandwidth
+  PRODUCT = max(2 * 1024**3 / CHIP.peak(), (2 + 4) * 2**20 / CHIP.bandwidth)
+
+  @parameterized.parameters(
+    ('inside', 1, False), ('inside', 9, True), ('early', 9, False)
+  )
+  def test_hidden_by_the_compute_inside(self, where, products, hidden):
+    needed = -(-self.SECONDS // self.PRODUCT)
+    self.assertBetween(needed, 2, 9)
+    (got,) = transfers(overlap_text(where, products), CHIP)
+    self.assertEqual(got.kind, 'all-gather')
+    self.assertEqual(got.group, 4)
+    self.assertEqual(got.bytes, 3 * 2 * 1024 * 1024)
+    self.assertTrue(got.asynchronous)
+    self.assertTrue(got.is_fetch)
+    self.assertEqual(got.hidden, hidden)
+    covered = {'inside': products * self.PRODUCT, 'early': 0}[where]
+    self.assertAlmostEqual(got.hidden_seconds, min(covered, self.SECONDS))
+
+  def test_two_transfers_share_the_links(self):
+    m = module("""
+      ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
+        %a = f32[1024,1024] parameter(0)
+        %s1 = (f32[1024,1024], f32[1024,1024], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+        %s2 = (f32[1024,1024], f32[1024,1024], u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+        %busy = f32[8192,1024] custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"27000000000","bytes_accessed":"1"}}
+        %e1 = f32[1024,1024] collective-permute-done(%s1)
+        ROOT %e2 = f32[1024,1024] collective-permute-done(%s2)
+      }
+    """)
+    first, second = transfers(m, CHIP)
+    self.assertEqual(first.bytes, 4 * 2**20)
+    busy = 27e9 / CHIP.peak()
+    self.assertLess(first.seconds, busy)
+    self.assertGreater(2 * first.seconds, busy)
+    self.assertTrue(first.hidden)
+    self.assertFalse(second.hidden)
+    self.assertAlmostEqual(
+      first.hidden_seconds + second.hidden_seconds, busy, places=12
+    )
+
+  @parameterized.parameters(
+    ('all-gather', 'f32[8,16]', '{{0,1,2,3}}', 512 * 3 / 4),
+    ('all-reduce', 'f32[8,16]', '[2,4]<=[8]', 2 * 512 * 3 / 4),
+    ('reduce-scatter', 'f32[2,16]', '[2,4]<=[8]', 3 * 128),
+    (
+      'all-to-all',
+      'f32[8,16]',
+      "mesh['data'=2,'context'=4] {'context'}",
+      512 * 3 / 4,
+    ),
+  )
+  def test_bytes_of_each_kind(self, kind, shape, groups, received):
+    m = module(f"""
+      ENTRY %main (a: f32[8,16]) -> {shape} {{
+        %a = f32[8,16] parameter(0)
+        ROOT %c = {shape} {kind}(%a), channel_id=1, replica_groups={groups}, dimensions={{0}}
+      }}
+    """)
+    (got,) = transfers(m, CHIP)
+    self.assertEqual((got.kind, got.group), (kind, 4))
+    self.assertEqual(got.bytes, received)
+    self.assertFalse(got.asynchronous)
+    self.assertFalse(got.hidden)
+
+  def test_a_compiled_loop_of_collectives(self):
+    mesh = Mesh(np.array(jax.devices()[:8]), ('x',))
+    P = PartitionSpec
+
+    @functools.partial(
+      jax.shard_map, mesh=mesh, in_specs=P('x'), out_specs=P(), check_vma=False
+    )
+    def f(x):
+      def body(i, total):
+        with jax.named_scope('fetch'):
+          everyone = jax.lax.all_gather(x + i, 'x', tiled=True)
+        return total + jax.lax.psum(jnp.tanh(everyone), 'x')
+
+      return jax.lax.fori_loop(0, 3, body, jnp.zeros((64, 32)))
+
+    moves = transfers(compiled(f, jnp.ones((64, 32))), CHIP)
+    size = 4 * 64 * 32
+    got = {(t.kind, t.bytes, t.times, t.is_fetch) for t in moves}
+    self.assertEqual(
+      got,
+      {
+        ('all-gather', size * 7 / 8, 3, True),
+        ('all-reduce', 2 * size * 7 / 8, 3, False),
+      },
+    )
