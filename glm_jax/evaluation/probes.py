@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from glm_jax.data.token_file import TokenFile
 from glm_jax.data.pairs import (
   FORMS,
   PROBE,
@@ -26,6 +25,7 @@ from glm_jax.data.pairs import (
   snap,
   whole_lines,
 )
+from glm_jax.data.token_file import TokenFile
 from glm_jax.text import Tokenizer
 
 _NEAREST = 257  # the first distance that glm-nano's top-k 256 cannot reach
