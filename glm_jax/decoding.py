@@ -49,7 +49,8 @@ class DecodeState:
     lengths: [B] int32 tokens of each sequence, prompt and new.
     last_token: [B] int32 the newest token, whose row is not cached yet.
     limits: [B] int32 tokens at which a sequence is finished.
-    eos: [E] int32 ids that finish a sequence; -1 stands for none.
+    eos: [E] int32 ids that finish a sequence, or [B, E] of each; -1 stands
+      for none.
     done: [B] bool; a finished sequence writes and changes nothing.
     params: how each sequence is sampled.
   """
@@ -96,7 +97,9 @@ def prefill_step(
     The cache with the rows written.
   """
   rows = make_rows(seq, pos, page_table)
-  hidden, cache, _ = trunk(model, tokens, cache, rows, plan)
+  hidden, cache, _ = trunk(
+    model, tokens, cache, rows, plan, drafter_next=with_drafter
+  )
   if with_drafter:
     cache = drafting.prefill_rows(model, tokens, hidden, cache, rows, plan)
   return cache
@@ -127,7 +130,7 @@ def decode_step(
   logits = head(model, hidden, plan)
   drawn = plan.rows(sample, logits, state.lengths, state.params)
   token = jnp.where(state.done, state.last_token, drawn)
-  ended = jnp.isin(token, state.eos)
+  ended = is_end(token, state.eos)
   state = dataclasses.replace(
     state,
     cache=cache,
@@ -136,6 +139,22 @@ def decode_step(
     done=state.done | ended | (state.lengths + 1 >= state.limits),
   )
   return state, logits
+
+
+def is_end(tokens: jax.Array, eos: jax.Array) -> jax.Array:
+  """Which tokens end their sequence.
+
+  Args:
+    tokens: [B] or [B, J] int32.
+    eos: [E] or [B, E] int32, -1 for none.
+
+  Returns:
+    Booleans of the tokens' shape.
+  """
+  if eos.ndim == 1:
+    return jnp.isin(tokens, eos)
+  eos = eos.reshape(eos.shape[0], *(1,) * (tokens.ndim - 1), -1)
+  return jnp.any(tokens[..., None] == eos, axis=-1)
 
 
 def start(

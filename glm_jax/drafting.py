@@ -148,18 +148,19 @@ def extend(
 
 def _run(model, tokens, hidden, cache, rows, rope_pos, plan, frozen=None):
   """One pass of the layer; `frozen` is a selection to reuse, writing none."""
-  c, mtp = model.config, drafter(model)
+  c, mtp = model.config, plan.weights(drafter(model), len(tokens))
   layers = layer_plan(c)
   cos, sin = rope_tables(rope_pos, c.mla.qk_rope_head_dim, c.rope_theta)
+  ids = LayerIds(layers.num_layers, layers.num_index_slots - 1, 0)
+  cache, rows = plan.begin(cache, rows, ids.latent, ids.index)
   # Slot 0 holds no row of this layer.
   step = StepContext(rows, cos, sin, plan, first=1)
-  ids = LayerIds(layers.num_layers, layers.num_index_slots - 1, 0)
-  embedding = model.embed[...][tokens]
+  embedding = plan.embed(model.embed[...], tokens)
   x = plan.rows(mtp.join, embedding, hidden.astype(embedding.dtype))
   x, cache, selection, _ = mtp.block(
     x, cache, frozen, ids, mtp.experts, step, frozen=frozen is not None
   )
-  return plan.rows(mtp.norm, x), cache, selection
+  return plan.rows(mtp.norm, x), plan.end(cache), selection
 
 
 def prefill_rows(
@@ -192,6 +193,46 @@ def prefill_rows(
 def draft_logits(model: Model, hidden: jax.Array, plan: LocalPlan) -> jax.Array:
   """Logits [T, V] of the drafter's hidden states, which are normed already."""
   return head(model, hidden, plan, own=drafter(model).head)
+
+
+def extend_pending(
+  model: Model,
+  tokens: jax.Array,
+  hidden: jax.Array,
+  cache: Cache,
+  page_table: jax.Array,
+  position: jax.Array,
+  pending: jax.Array,
+  plan: LocalPlan,
+) -> tuple[jax.Array, Cache, Selection]:
+  """Keeps the drafter's rows of the newest verified tokens.
+
+  Args:
+    model: the model, with its drafter.
+    tokens: [B, J] int32 newest verified tokens, the first `pending` count.
+    hidden: [B, J, D] the trunk's post-norm hidden state before each.
+    cache: the cache; comes back with the rows written.
+    page_table: [B, n] int32.
+    position: [B] int32 position of the first of them.
+    pending: [B] int32 how many tokens there are.
+    plan: tiling, dispatch and placement.
+
+  Returns:
+    [B * J, D] post-norm hidden states, the cache, each row's selection.
+  """
+  B, J = tokens.shape
+  at = jnp.arange(J, dtype=jnp.int32)[None]
+  pos = jnp.where(at < pending[:, None], position[:, None] + at, -1)
+  seq = jnp.repeat(jnp.arange(B, dtype=jnp.int32), J)
+  rows = make_rows(seq, pos.reshape(-1), page_table)
+  return extend(
+    model,
+    tokens.reshape(-1),
+    hidden.reshape(B * J, -1),
+    cache,
+    rows,
+    plan,
+  )
 
 
 def draft(
@@ -232,19 +273,10 @@ def draft(
     none is written, without it they lie beyond what is verified.
   """
   plan = plan or LocalPlan()
-  B, J = tokens.shape
-  K = num_drafts
-  at = jnp.arange(J, dtype=jnp.int32)[None]
-  pos = jnp.where(at < pending[:, None], position[:, None] + at, -1)
+  B, K = tokens.shape[0], num_drafts
   seq = jnp.arange(B, dtype=jnp.int32)
-  rows = make_rows(jnp.repeat(seq, J), pos.reshape(-1), page_table)
-  g, cache, selection = extend(
-    model,
-    tokens.reshape(-1),
-    hidden.reshape(B * J, -1),
-    cache,
-    rows,
-    plan,
+  g, cache, selection = extend_pending(
+    model, tokens, hidden, cache, page_table, position, pending, plan
   )
   # Each sequence goes on from its own newest verified row.
   newest = jnp.maximum(pending - 1, 0)

@@ -22,11 +22,11 @@ from glm_jax import cache as cache_lib
 from glm_jax import drafting
 from glm_jax.acceptance import judge, next_draft_count
 from glm_jax.cache import Cache, make_rows
-from glm_jax.decoding import DecodeState
+from glm_jax.decoding import DecodeState, is_end
 from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
 from glm_jax.plan import LocalPlan
-from glm_jax.sampling import filtered_logits
+from glm_jax.sampling import Purpose, draw, filtered_logits
 from pallas_kernels.tiling import PAGE
 
 
@@ -208,8 +208,8 @@ def speculative_step(
   logits, hidden, cache = verify(
     model, tokens, cache, old.page_table, position, drafts.count, plan
   )
-  new, count, accepted, ended = _accept(old, drafts, logits, plan)
-  cache = _keep_hidden(cache, old, hidden, position, count)
+  new, count, accepted, ended = accept(old, drafts, logits, plan)
+  cache = keep_hidden(cache, old.page_table, hidden, position, count)
   newest = jnp.maximum(count - 1, 0)
   last = jnp.take_along_axis(new, newest[:, None], axis=1)[:, 0]
   decode = dataclasses.replace(
@@ -234,14 +234,29 @@ def speculative_step(
   return state, done
 
 
-def _accept(old: DecodeState, drafts: Drafts, logits, plan):
-  """New tokens [B, J], their count, drafts accepted, and who has ended."""
+def accept(
+  old: DecodeState, drafts: Drafts, logits: jax.Array, plan: LocalPlan
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Judges a round; what follows an eos is dropped.
+
+  Args:
+    old: the state before the round; its cache is not read.
+    drafts: what was proposed, K a sequence (K may be 0).
+    logits: [B, K + 1, V] float32 of the verified rows.
+    plan: tiling, dispatch and placement.
+
+  Returns:
+    new tokens [B, K + 1], the first count [B] of each, drafts accepted [B],
+    and who has ended [B].
+  """
   B, J, V = logits.shape
   repeat = lambda a: jnp.repeat(a, J, axis=0)
-  chosen = lambda logits, params: jax.nn.softmax(
-    filtered_logits(logits, params), axis=-1
-  )
-  p = plan.rows(
+
+  def chosen(logits, params):
+    allowed = filtered_logits(logits, params)
+    return allowed, jax.nn.softmax(allowed, axis=-1)
+
+  allowed, p = plan.rows(
     chosen, logits.reshape(B * J, V), jax.tree.map(repeat, old.params)
   )
   verdict = jax.vmap(judge)(
@@ -252,13 +267,19 @@ def _accept(old: DecodeState, drafts: Drafts, logits, plan):
     old.lengths,
     old.params.seed,
   )
+  # A round without drafts is plain decoding, to the last bit.
+  alone = lambda allowed, at, seed: draw(allowed, at, seed, Purpose.SAMPLE)
+  drawn = plan.rows(
+    alone, allowed.reshape(B, J, V)[:, 0], old.lengths, old.params.seed
+  )
+  token = jnp.where(drafts.count > 0, verdict.token, drawn)
   at = jnp.arange(J)[None]
   drafted = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
   new = jnp.where(at < verdict.accepted[:, None], drafted, 0)
-  new = jnp.where(at == verdict.accepted[:, None], verdict.token[:, None], new)
+  new = jnp.where(at == verdict.accepted[:, None], token[:, None], new)
   count = verdict.accepted + 1
-  is_eos = jnp.isin(new, old.eos) & (at < count[:, None])
-  first = jnp.where(jnp.any(is_eos, 1), jnp.argmax(is_eos, axis=1) + 1, J + 1)
+  ends = is_end(new, old.eos) & (at < count[:, None])
+  first = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, axis=1) + 1, J + 1)
   count = jnp.minimum(count, first)
   ended = (first <= count) | (old.lengths + count >= old.limits)
   count = jnp.where(old.done, 0, count).astype(jnp.int32)
@@ -266,11 +287,28 @@ def _accept(old: DecodeState, drafts: Drafts, logits, plan):
   return new, count, accepted, ended
 
 
-def _keep_hidden(cache: Cache, old: DecodeState, hidden, position, count):
-  """Keeps each page's last hidden state, of verified rows alone."""
+def keep_hidden(
+  cache: Cache,
+  page_table: jax.Array,
+  hidden: jax.Array,
+  position: jax.Array,
+  count: jax.Array,
+) -> Cache:
+  """Keeps each page's last hidden state, of verified rows alone.
+
+  Args:
+    cache: of a model with a drafter.
+    page_table: [B, n] int32.
+    hidden: [B, J, D] post-norm hidden states of a round.
+    position: [B] int32 of the first row, -1 for a finished sequence.
+    count: [B] int32 rows that stand.
+
+  Returns:
+    The cache.
+  """
   B, J, D = hidden.shape
   at = jnp.arange(J, dtype=jnp.int32)[None]
   pos = jnp.where(at < count[:, None], position[:, None] + at, -1)
   seq = jnp.repeat(jnp.arange(B, dtype=jnp.int32), J)
-  rows = make_rows(seq, pos.reshape(-1), old.page_table)
+  rows = make_rows(seq, pos.reshape(-1), page_table)
   return cache_lib.write_hidden(cache, rows, hidden.reshape(B * J, D))

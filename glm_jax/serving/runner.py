@@ -1,0 +1,327 @@
+"""The device's side of the engine: state, compiled steps, page moves.
+
+Every call here dispatches and returns; nothing but `read` waits. Arrays that
+go in are made fresh for each step and never written again, since a step may
+read them after the call (known fault 45).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence as Seq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm_jax.cache import init_cache
+from glm_jax.drafting import DraftOptions, drafter
+from glm_jax.model import Model
+from glm_jax.plan import LocalPlan
+from glm_jax.sampling import SamplingParams
+from glm_jax.serving import records
+from glm_jax.serving.config import Buckets, EngineConfig, buckets
+from glm_jax.serving.scheduler import StepPlan
+from glm_jax.serving.sequence import Sequence
+from glm_jax.serving.steps import (
+  MAX_STOP_IDS,
+  StepInputs,
+  StepResult,
+  engine_step,
+  init_state,
+)
+from pallas_kernels.tiling import cdiv
+
+TABLE_ENTRIES = 64  # changes of the page table in one call
+
+
+@functools.cache
+def _compiled_step(treedef):
+  """The jitted step of models of one structure, shared by all engines.
+
+  The model is handed over as a list: flattening it at each call would cost
+  more host time than everything else of a step.
+  """
+
+  def step(leaves, state, table, inputs, **static):
+    model = jax.tree.unflatten(treedef, leaves)
+    return engine_step(model, state, table, inputs, **static)
+
+  return jax.jit(
+    step,
+    static_argnames=('plan', 'blocks', 'with_drafter', 'options'),
+    donate_argnames='state',
+  )
+
+
+_insert = jax.jit(records.insert, donate_argnums=0)
+_copy = jax.jit(records.copy, donate_argnums=0)
+_poison = jax.jit(records.poison, donate_argnums=0)
+_set_row = jax.jit(
+  lambda table, slot, row: table.at[slot].set(row), donate_argnums=0
+)
+_set_entries = jax.jit(
+  lambda table, at: table.at[at[0], at[1]].set(at[2], mode='drop'),
+  donate_argnums=0,
+)
+
+
+@functools.cache
+def _extract(sharding):
+  """A page's record, written to where `sharding` says."""
+  return jax.jit(records.extract, out_shardings=sharding)
+
+
+def host_sharding(array: jax.Array):
+  """The sharding of a copy in pinned host memory; None without such."""
+  device = next(iter(array.sharding.device_set))
+  kinds = {memory.kind for memory in device.addressable_memories()}
+  if 'pinned_host' not in kinds or len(array.sharding.device_set) > 1:
+    return None
+  return jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
+
+
+class Runner:
+  """State and compiled functions of one engine.
+
+  Attributes:
+    buckets: the shapes that steps are padded to.
+    with_drafter: the drafter's rows are kept.
+    steps: steps dispatched.
+    rows: rows dispatched, padding not counted, of prompts and of decoding.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    config: EngineConfig,
+    plan: LocalPlan,
+    *,
+    pinned: bool = True,
+  ):
+    self.buckets: Buckets = buckets(config)
+    self.with_drafter = config.most_drafts > 0
+    if self.with_drafter:
+      drafter(model)
+    self.steps = 0
+    self.rows = {'prefill': 0, 'decode': 0}
+    dtype = config.kv_cache_dtype
+    if dtype == 'auto' and model.embed.dtype == jnp.float32:
+      dtype = 'f32'
+    cache = init_cache(model.config, config.num_pages, dtype=dtype, plan=plan)
+    self.record_bytes = records.record_bytes(cache)
+    host = host_sharding(cache.latents) if pinned else None
+    self._pinned = host
+    self._extract = _extract(host)
+    slots = config.max_num_seqs
+    self._state = init_state(model, cache, slots, config.most_drafts)
+    self._table = jnp.full((slots + 1, config.max_blocks), -1, jnp.int32)
+    self._plans = dict.fromkeys(self.buckets.blocks, plan)
+    share = model.config.mtp.share_index_and_kv
+    self._options = DraftOptions(share, share)
+    self._leaves, treedef = jax.tree.flatten(model)
+    self._step = _compiled_step(treedef)
+    self._num_slots = slots
+    self._open: dict[tuple[int, ...], tuple] = {}
+    self._words = cdiv(model.config.vocab_size, 32)
+
+  @property
+  def cache(self):
+    """The pools as they stand after everything dispatched."""
+    return self._state.cache
+
+  def warm_up(self) -> int:
+    """Compiles every shape; returns how many."""
+    shapes = self.buckets.all()
+    for prefill, batch, drafts, blocks in shapes:
+      inputs = self._inputs(StepPlan(), prefill, batch, drafts)
+      result = self._run(inputs, blocks)
+    page = jnp.int32(0)
+    record = self._extract(self._state.cache, page)
+    self.insert(0, self.to_device(record))
+    self.copy(0, 0)
+    self.set_row(self._num_slots, [])
+    self.set_entries([(self._num_slots, 0, -1)])
+    jax.block_until_ready((result, self._state, self._table))
+    return len(shapes)
+
+  def dispatch(self, step: StepPlan, proposals=None) -> StepResult:
+    """Runs one step.
+
+    Args:
+      step: what runs.
+      proposals: of sequences with a token filter, see `filters.propose`.
+
+    Returns:
+      The result, on its way to the host.
+    """
+    b, fit = self.buckets, Buckets.fit
+    prompt = sum(c.count for c in step.prefill)
+    inputs = self._inputs(
+      step,
+      fit(b.prefill, prompt),
+      fit(b.batch, len(step.decode)),
+      fit(b.drafts, max((k for _, k in step.decode), default=0)),
+      proposals or {},
+    )
+    result = self._run(inputs, fit(b.blocks, step.blocks))
+    self.steps += 1
+    self.rows['prefill'] += prompt
+    self.rows['decode'] += step.rows - prompt
+    for a in jax.tree.leaves(result):
+      a.copy_to_host_async()
+    return result
+
+  def read(self, result: StepResult, logprobs: bool) -> StepResult:
+    """A result as numpy arrays; waits for the step."""
+    if not logprobs:
+      result = result._replace(logprobs=None)
+    return jax.device_get(result)
+
+  def _run(self, inputs: StepInputs, blocks: int) -> StepResult:
+    self._state, result = self._step(
+      self._leaves,
+      self._state,
+      self._table,
+      inputs,
+      plan=self._plans[blocks],
+      blocks=blocks,
+      with_drafter=self.with_drafter,
+      options=self._options,
+    )
+    return result
+
+  def _inputs(self, step, P, B, K, proposals=None) -> StepInputs:
+    """Fresh arrays of one step, padded to its shapes."""
+    S, F = self._num_slots, self.buckets.finishing if P else 0
+    tokens, pos = np.zeros(P, np.int32), np.full(P, -1, np.int32)
+    slot, draft = np.full(P, S, np.int32), np.zeros(P, bool)
+    rows, ends = np.zeros(F, np.int32), []
+    at = 0
+    for chunk in step.prefill:
+      seq, end = chunk.seq, at + chunk.count
+      first, last = chunk.start, chunk.start + chunk.count
+      tokens[at:end] = seq.ids[first:last]
+      pos[at:end] = np.arange(first, last, dtype=np.int32)
+      slot[at:end] = seq.slot
+      draft[at:end] = pos[at:end] >= seq.draft_from
+      if chunk.last:
+        rows[len(ends)] = end - 1
+        ends.append(seq)
+      at = end
+    slots, count = np.full(B, S, np.int32), np.zeros(B, np.int32)
+    for i, (seq, drafts) in enumerate(step.decode):
+      slots[i], count[i] = seq.slot, drafts
+    limits, last_slot, eos, params = self._ends(ends, F)
+    forced, mask, last_mask = self._masks(step, ends, B, K, F, proposals)
+    wanted = any(s.request.sampling.logprobs is not None for s in step.drawing)
+    return StepInputs(
+      tokens=tokens,
+      slot=slot,
+      pos=pos,
+      draft=draft,
+      last_row=rows,
+      last_slot=last_slot,
+      last_limits=limits,
+      last_eos=eos,
+      last_params=params,
+      slots=slots,
+      count=count,
+      forced=forced,
+      masked=np.bool_(bool(proposals)),
+      mask=mask,
+      last_mask=last_mask,
+      logprobs=np.bool_(wanted),
+    )
+
+  def _ends(self, ends: list[Sequence], F: int):
+    """What the slots of finishing prompts are filled with."""
+    limits = np.ones(F, np.int32)
+    slot = np.full(F, self._num_slots + 1, np.int32)
+    eos = np.full((F, MAX_STOP_IDS), -1, np.int32)
+    temperature, min_p = np.zeros((2, F), np.float32)
+    top_p = np.ones(F, np.float32)
+    top_k, seed = np.zeros(F, np.int32), np.zeros(F, np.uint32)
+    for i, seq in enumerate(ends):
+      p = seq.request.sampling
+      slot[i], limits[i], seed[i] = seq.slot, seq.limit, seq.seed
+      eos[i, : len(seq.eos)] = sorted(seq.eos)
+      temperature[i], top_p[i] = p.temperature, p.top_p
+      top_k[i], min_p[i] = p.top_k, p.min_p
+    params = SamplingParams(temperature, top_k, top_p, min_p, seed)
+    return limits, slot, eos, params
+
+  def _masks(self, step, ends, B, K, F, proposals):
+    """Proposals and masks; constants on the device where nobody filters."""
+    forced, mask, last_mask = self._open_masks(B, K, F)
+    if not proposals:
+      return forced, mask, last_mask
+    full = np.uint32(0xFFFFFFFF)
+    forced = np.full((B, K), -1, np.int32)
+    mask = np.full((B, K + 1, self._words), full)
+    last_mask = np.full((F, self._words), full)
+    for i, (seq, _) in enumerate(step.decode):
+      if seq in proposals:
+        tokens, masks = proposals[seq]
+        forced[i, : len(tokens)] = tokens
+        mask[i, : len(masks)] = masks
+    for i, seq in enumerate(ends):
+      if seq in proposals:
+        last_mask[i] = proposals[seq][1][0]
+    return forced, mask, last_mask
+
+  def _open_masks(self, *shape):
+    if shape not in self._open:
+      B, K, F = shape
+      ones = lambda *shape: jnp.full(shape, 0xFFFFFFFF, jnp.uint32)
+      forced = jnp.full((B, K), -1, jnp.int32)
+      masks = ones(B, K + 1, self._words), ones(F, self._words)
+      self._open[shape] = forced, *masks
+    return self._open[shape]
+
+  # Page moves, in the order of the calls.
+
+  def copy(self, source: int, target: int) -> None:
+    """Copies a page."""
+    cache = _copy(self._state.cache, np.int32(source), np.int32(target))
+    self._state = dataclasses.replace(self._state, cache=cache)
+
+  def extract(self, page: int) -> dict[str, jax.Array]:
+    """A page's record on its way to the host."""
+    record = self._extract(self._state.cache, np.int32(page))
+    if self._pinned is None:
+      for part in record.values():
+        part.copy_to_host_async()
+    return record
+
+  def to_device(self, record) -> dict[str, jax.Array]:
+    """Starts to move a record from the host to the device."""
+    return jax.device_put(record, self._device_sharding())
+
+  def _device_sharding(self):
+    return self._state.cache.latents.sharding
+
+  def insert(self, page: int, record) -> None:
+    """Fills a page from a record on the device."""
+    cache = _insert(self._state.cache, np.int32(page), record)
+    self._state = dataclasses.replace(self._state, cache=cache)
+
+  def poison(self, page: int) -> None:
+    """Fills a page with NaN."""
+    cache = _poison(self._state.cache, np.int32(page))
+    self._state = dataclasses.replace(self._state, cache=cache)
+
+  def set_row(self, slot: int, pages: Seq[int]) -> None:
+    """Sets the page table of a slot."""
+    row = np.full(self._table.shape[1], -1, np.int32)
+    row[: len(pages)] = pages
+    self._table = _set_row(self._table, np.int32(slot), row)
+
+  def set_entries(self, entries: Seq[tuple[int, int, int]]) -> None:
+    """Sets (slot, block, page) in the page table."""
+    for i in range(0, len(entries), TABLE_ENTRIES):
+      part = np.array(entries[i : i + TABLE_ENTRIES], np.int32).T
+      at = np.full((3, TABLE_ENTRIES), self._num_slots + 1, np.int32)
+      at[:, : part.shape[1]] = part
+      self._table = _set_entries(self._table, at)
