@@ -17,6 +17,7 @@ _SERVE = [
   'uvicorn>=0.30',
 ]
 _CLIENTS = ['openai>=1.60', 'schemathesis>=4.0']
+_NOTEBOOK = ['matplotlib>=3.8']
 _LIBTPU = ['libtpu>=0.0.42; platform_system == "Linux"']
 
 setup(
@@ -69,6 +70,7 @@ setup(
     'plan': _LIBTPU,
     'serve': _SERVE,
     'validate': _TORCH,
-    'dev': _TEST + _SERVE + _CLIENTS + _TORCH + _LIBTPU,
+    'notebook': _NOTEBOOK,
+    'dev': _TEST + _SERVE + _CLIENTS + _TORCH + _NOTEBOOK + _LIBTPU,
   },
 )
