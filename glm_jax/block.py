@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
 from glm_jax.config import ModelConfig
 from glm_jax.indexer import Indexer
@@ -143,11 +142,11 @@ class Block(nnx.Module):
 
     q, row, index = plan.rows(project, x, step.cos, step.sin)
     with jax.named_scope('write_rows'):
-      cache = cache_lib.write_rows(cache, ids.latent, rows.slots, row)
+      cache = plan.write_rows(cache, ids.latent, rows, row)
     if self.indexer is not None:
       index_q, w, key = index
       with jax.named_scope('select'):
-        cache = cache_lib.write_index_keys(cache, ids.index, rows.slots, key)
+        cache = plan.write_index_keys(cache, ids.index, rows, key)
         if 'scores' in step.capture:
           captured['scores'] = plan.index_scores(
             index_q, w, cache, rows, ids.index, first=step.first
@@ -164,7 +163,8 @@ class Block(nnx.Module):
             self.topk,
             first=step.first,
           )
-      captured['selected'] = selection.positions
+      if 'selected' in step.capture:
+        captured['selected'] = selection.positions
     return q, cache, selection
 
   def _after_attention(self, x, attended):
@@ -188,7 +188,7 @@ class Block(nnx.Module):
         return normed, *self.moe.router(normed)
 
       normed, chosen, weights = plan.rows(route, x)
-      routed = experts(normed, chosen, ids.moe, plan)
+      routed, weights = plan.experts(experts, normed, chosen, weights, ids.moe)
 
       def combine(x, normed, routed, weights):
         out = self.moe.combine(normed, routed, weights)

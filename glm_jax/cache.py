@@ -215,28 +215,26 @@ def init_cache(
   """
   dtype = cache_dtype(config, dtype)
   layers = layer_plan(config)
+  if num_pages < 1:
+    check_row_ids(num_pages, layers.num_latent_slots)
   latent_rows = layers.num_latent_slots * num_pages * PAGE
   index_rows = layers.num_index_slots * num_pages * PAGE
-  if not 0 < latent_rows < 2**31:
-    raise ValueError(
-      f'{num_pages=} gives {latent_rows} rows: row ids are int32, use 1 to '
-      f'{(2**31 - 1) // (layers.num_latent_slots * PAGE)} pages'
-    )
+  shape = jax.ShapeDtypeStruct
   width, H = _row_width(config, dtype), config.indexer.head_dim
   R = config.mla.kv_lora_rank
   latent_scales = index_scales = hidden = None
   if dtype == 'fp8':
-    latents = jnp.zeros((latent_rows, width), jnp.uint8)
+    latents = shape((latent_rows, width), jnp.uint8)
     groups = cdiv(R, SCALE_GROUP)
-    latent_scales = jnp.zeros((latent_rows, groups), jnp.float32)
-    index_keys = jnp.zeros((index_rows, H), FP8)
-    index_scales = jnp.zeros((index_rows,), jnp.float32)
+    latent_scales = shape((latent_rows, groups), jnp.float32)
+    index_keys = shape((index_rows, H), FP8)
+    index_scales = shape((index_rows,), jnp.float32)
   else:
-    latents = jnp.zeros((latent_rows, width), _WIDE[dtype])
-    index_keys = jnp.zeros((index_rows, H), _WIDE[dtype])
+    latents = shape((latent_rows, width), _WIDE[dtype])
+    index_keys = shape((index_rows, H), _WIDE[dtype])
   if layers.has_mtp:
     wide = jnp.float32 if dtype == 'f32' else jnp.bfloat16
-    hidden = jnp.zeros((num_pages, config.hidden_size), wide)
+    hidden = shape((num_pages, config.hidden_size), wide)
   cache = Cache(
     latents=latents,
     latent_scales=latent_scales,
@@ -247,7 +245,25 @@ def init_cache(
     latent_width=R,
     rope_width=config.mla.qk_rope_head_dim,
   )
-  return cache if plan is None else plan.place_cache(cache)
+  if plan is not None:
+    return plan.place_cache(cache)
+  check_row_ids(num_pages, layers.num_latent_slots)
+  return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache)
+
+
+def check_row_ids(num_pages: int, layers: int) -> None:
+  """Raises `ValueError` unless int32 numbers a device's latent rows.
+
+  Args:
+    num_pages: pages of one layer on that device.
+    layers: layers it holds.
+  """
+  rows = layers * num_pages * PAGE
+  if not 0 < rows < 2**31:
+    raise ValueError(
+      f'{num_pages=} gives {rows} rows: row ids are int32, use 1 to '
+      f'{(2**31 - 1) // (layers * PAGE)} pages'
+    )
 
 
 def write_rows(

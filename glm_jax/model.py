@@ -187,9 +187,16 @@ def run_layers(
     own = None
     if replay is not None and plan.is_full(layer):
       own = replay[ids.index]
-    x, cache, selection, captured = layer_block(model, layer)(
+    following = layer_ids(plan, min(layer + 1, plan.num_latent_slots - 1))
+    full = plan.is_full(following.latent)
+    cache, ahead = step.plan.fetch(
+      cache, following.latent, following.index if full else None
+    )
+    block = step.plan.weights(layer_block(model, layer), len(x))
+    x, cache, selection, captured = block(
       x, cache, selection, ids, model.experts, step, own
     )
+    cache = step.plan.arrive(cache, ahead)
     for name, value in captured.items():
       kept.setdefault(name, []).append(value)
   after = layers.stop
@@ -205,26 +212,40 @@ def _scan_groups(model, x, cache, step, replay):
   index0 = plan.index_slot(plan.prologue)
   size = plan.group_size
   moes = [plan.is_moe(plan.prologue + j) for j in range(size)]
+  fulls = [plan.is_full(plan.prologue + j) for j in range(size)]
   moe0 = sum(plan.is_moe(i) for i in range(plan.prologue))
+  last = LayerIds(plan.num_latent_slots - 1, plan.num_index_slots - 1, 0)
 
   def body(carry, scanned):
     x, cache = carry
     group, g, own = scanned
+    group = step.plan.weights(group, len(x))
     selection, kept = None, {}
     for j, block in enumerate(group.blocks):
       ids = LayerIds(
         plan.prologue + g * size + j,
-        index0 + g,
+        index0 + g * sum(fulls) + sum(fulls[: j + 1]) - 1,
         moe0 + g * sum(moes) + sum(moes[:j]),
       )
-      x, cache, selection, captured = block(
-        x, cache, selection, ids, model.experts, step, own if j == 0 else None
+      # The next group's first layer is full, as is the drafter at the end.
+      full = fulls[(j + 1) % size]
+      cache, ahead = step.plan.fetch(
+        cache,
+        jnp.minimum(ids.latent + 1, last.latent),
+        jnp.minimum(ids.index + 1, last.index) if full else None,
       )
+      mine = None if own is None or not fulls[j] else own[sum(fulls[:j])]
+      x, cache, selection, captured = block(
+        x, cache, selection, ids, model.experts, step, mine
+      )
+      cache = step.plan.arrive(cache, ahead)
       for name, value in captured.items():
         kept.setdefault(name, []).append(value)
     return (x, cache), {k: jnp.stack(v) for k, v in kept.items()}
 
-  own = None if replay is None else replay[index0:]
+  own = None
+  if replay is not None:
+    own = replay[index0:].reshape(-1, sum(fulls), *replay.shape[1:])
   (x, cache), kept = jax.lax.scan(body, (x, cache), (model.groups, group0, own))
   flat = {k: v.reshape(-1, *v.shape[2:]) for k, v in kept.items()}
   return x, cache, flat
@@ -239,6 +260,7 @@ def trunk(
   *,
   capture: tuple[str, ...] = (),
   replay: jax.Array | None = None,
+  drafter_next: bool = False,
 ) -> tuple[jax.Array, Cache, dict[str, jax.Array]]:
   """Runs all trunk layers on one step's rows.
 
@@ -250,6 +272,8 @@ def trunk(
     plan: tiling, dispatch and placement; None for one device.
     capture: names of intermediates to return.
     replay: [F, T, k] positions that full layers take instead of their own.
+    drafter_next: the same rows go through the drafter next, which finds its
+      own cache rows on the way.
 
   Returns:
     [T, D] hidden states after the final norm, the cache, and captures with
@@ -265,8 +289,9 @@ def trunk(
   layers = layer_plan(model.config)
   c = model.config
   cos, sin = rope_tables(rows.pos, c.mla.qk_rope_head_dim, c.rope_theta)
+  cache, rows = plan.begin(cache, rows, 0, 0)
   step = StepContext(rows, cos, sin, plan, tuple(capture))
-  x = model.embed[...][tokens]
+  x = plan.embed(model.embed[...], tokens)
   x, cache, _, kept = run_layers(
     model, x, cache, None, step, range(layers.prologue), replay
   )
@@ -276,6 +301,7 @@ def trunk(
     kept = {
       k: jnp.concatenate([d[k] for d in (kept, more) if k in d]) for k in names
     }
+  cache = cache if drafter_next else plan.end(cache)
   return plan.rows(model.norm, x), cache, kept
 
 

@@ -66,9 +66,93 @@ class LocalPlan:
       return f(*arrays)
     return map_row_blocks(f, self.row_tile, *arrays, min_blocks=2)
 
+  def weights(self, module, num_rows: int):
+    """A layer's weights as a step of `num_rows` rows wants them."""
+    return module
+
+  def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows [T, D] of the embedding [V, D]."""
+    return table[tokens]
+
+  def experts(self, experts, x, chosen, weights, layer):
+    """Runs rows through their routed experts.
+
+    Args:
+      experts: the pool.
+      x: [T, D] rows.
+      chosen: [T, k] int32 experts of each row.
+      weights: [T, k] float32 weights of their outputs.
+      layer: slot of the layer in the pool.
+
+    Returns:
+      outputs [T, n, D] and weights [T, n] whose weighted sum over n is the
+      layer's; n is k here and may be 1 where partial sums travel.
+    """
+    return experts(x, chosen, layer, self), weights
+
   def place_cache(self, cache: Cache) -> Cache:
-    """Puts a new cache where it lives."""
+    """Allocates a new cache of zeros where it lives.
+
+    Args:
+      cache: shapes and dtypes, as one device would hold them.
+
+    Returns:
+      The cache.
+
+    Raises:
+      ValueError: row ids that int32 cannot hold.
+    """
+    layers = cache.latents.shape[0] // max(cache.slots_per_layer, 1)
+    cache_lib.check_row_ids(cache.num_pages, layers)
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache)
+
+  def begin(
+    self, cache: Cache, rows: Rows, layer, index_slot
+  ) -> tuple[Cache, Rows]:
+    """Starts a pass over layers; the first one is full.
+
+    A plan whose layers live elsewhere fetches the first layer here, unless
+    the pass before has fetched it, and adds addresses to the rows.
+
+    Args:
+      cache: the cache.
+      rows: the pass's rows.
+      layer: the first layer's slot in the latent pool.
+      index_slot: its slot in the index-key pool.
+
+    Returns:
+      The cache and the rows of this pass.
+    """
+    return cache, rows
+
+  def fetch(self, cache: Cache, layer, index_slot):
+    """Sends for the next layer's rows while this layer computes.
+
+    Args:
+      cache: the cache.
+      layer: the next layer's slot in the latent pool.
+      index_slot: its slot in the index-key pool, None if it is shared.
+
+    Returns:
+      The cache, and what `arrive` takes after this layer.
+    """
+    return cache, None
+
+  def arrive(self, cache: Cache, ahead) -> Cache:
+    """Puts what was sent for where the next layer reads it."""
     return cache
+
+  def end(self, cache: Cache) -> Cache:
+    """Ends a pass: drops what was fetched."""
+    return cache
+
+  def write_rows(self, cache: Cache, layer, rows: Rows, values) -> Cache:
+    """Writes latent rows [T, R + P] of one layer; see `cache.write_rows`."""
+    return cache_lib.write_rows(cache, layer, rows.slots, values)
+
+  def write_index_keys(self, cache: Cache, index_slot, rows: Rows, keys):
+    """Writes index keys [T, H] of one full layer."""
+    return cache_lib.write_index_keys(cache, index_slot, rows.slots, keys)
 
   def index_scores(
     self, q, w, cache: Cache, rows: Rows, index_slot, *, first: int = 0
