@@ -111,7 +111,9 @@ class Tokenizer:
       ValueError: `text` is not a string of valid Unicode.
     """
     try:
-      return self._backend.encode(text, add_special_tokens=False).ids
+      # The batch call, unlike `encode`, lets other threads run meanwhile.
+      batch = self._backend.encode_batch_fast([text], add_special_tokens=False)
+      return batch[0].ids
     except TypeError as error:
       raise ValueError(
         f'cannot encode {text!r:.80}: give a str without lone surrogates'

@@ -19,6 +19,8 @@ from glm_jax.serving.http.service import ServedModel, ServerOptions, Service
 from glm_jax.serving.request import EngineStream
 
 _TITLE = 'glm-jax'
+# What cancelled requests may take to be gone.
+_LAST_SECONDS = 10.0
 
 
 def create_app(
@@ -46,6 +48,7 @@ def create_app(
   async def lifespan(_):
     yield
     service.draining = True
+    await service.idle(_LAST_SECONDS)
     if on_shutdown is not None:
       await on_shutdown()
 

@@ -164,16 +164,6 @@ class SequenceMetrics:
 class _EngineCollector:
   """Turns the engine's stats and our counts into families at scrape time."""
 
-  # Ours -> vLLM's name; the first key that the engine has is taken.
-  _GAUGES = {
-    'num_requests_running': ('running',),
-    'num_requests_waiting': ('waiting',),
-    'kv_cache_usage_perc': ('page_usage',),
-  }
-  _COUNTERS = {
-    'num_preemptions': ('preemptions',),
-  }
-
   def __init__(self, metrics: Metrics):
     self._metrics = metrics
 
@@ -184,14 +174,16 @@ class _EngineCollector:
   def collect(self) -> Iterator[Any]:
     """Yields metric families."""
     counts, stats = self._metrics.counts, self._metrics.engine_stats
-    for name, keys in self._GAUGES.items():
-      value = next((stats[key] for key in keys if key in stats), None)
-      if value is not None:
-        yield self._family(GaugeMetricFamily, name, value)
-    for name, keys in self._COUNTERS.items():
-      value = next((stats[key] for key in keys if key in stats), None)
-      if value is not None:
-        yield self._family(CounterMetricFamily, name, value)
+    requests, pages = stats.get('requests', {}), stats.get('pages', {})
+    used = pages.get('used', 0) / max(pages.get('total', 1), 1)
+    for name, value in (
+      ('num_requests_running', requests.get('running', 0)),
+      ('num_requests_waiting', requests.get('waiting', 0)),
+      ('kv_cache_usage_perc', used),
+    ):
+      yield self._family(GaugeMetricFamily, name, value)
+    preemptions = stats.get('preemptions', 0)
+    yield self._family(CounterMetricFamily, 'num_preemptions', preemptions)
     for name, key in (
       ('prefix_cache_queries', 'prompt_tokens'),
       ('prefix_cache_hits', 'cached_tokens'),

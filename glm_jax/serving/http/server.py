@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import fastapi
 import uvicorn
 
+_LAST_SECONDS = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -59,6 +61,13 @@ class Server(uvicorn.Server):
     )
     if self._on_started is not None:
       self._on_started(self.url)
+
+  async def shutdown(self, sockets=None):
+    """Closes the port, drains, and waits for what it had to cancel."""
+    await super().shutdown(sockets)
+    tasks = set(self.server_state.tasks)
+    if tasks:
+      await asyncio.wait(tasks, timeout=_LAST_SECONDS)
 
   def handle_exit(self, sig, frame):
     """Begins to drain; a second signal ends at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -101,6 +102,7 @@ class Service:
     self.draining = False
     self.running: dict[str, tuple[str, ...]] = {}
     self._structured: StructuredOutput | None = None
+    self._longest_text = _longest_text(model)
 
   @property
   def tokenizer(self) -> Tokenizer:
@@ -134,7 +136,7 @@ class Service:
     def render() -> Prompt:
       text = tokenizer.apply_chat_template(request.messages, **arguments)
       thinking = text.rstrip().endswith('<think>')
-      return Prompt(tuple(tokenizer.encode(text)), text, thinking)
+      return Prompt(self._encode(text), text, thinking)
 
     return await _in_thread(render, 'messages')
 
@@ -143,8 +145,7 @@ class Service:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
       prompt = [prompt]
     if isinstance(prompt[0], str):
-      tokenizer = self.tokenizer
-      encode = lambda: [Prompt(tuple(tokenizer.encode(t)), t) for t in prompt]
+      encode = lambda: [Prompt(self._encode(text), text) for text in prompt]
       return await _in_thread(encode, 'prompt')
     return [Prompt(tuple(ids)) for ids in prompt]
 
@@ -197,6 +198,13 @@ class Service:
         _LOG.info('%s: %s %r', one.request_id, one.sampling, one.prompt_ids)
     return made
 
+  async def idle(self, seconds: float):
+    """Waits until no request is left, `seconds` at most."""
+    with contextlib.suppress(TimeoutError):
+      async with asyncio.timeout(seconds):
+        while self.running:
+          await asyncio.sleep(0.01)
+
   def detokenizer(self, request: protocol.Sampled) -> Detokenizer | None:
     """What turns one sequence's ids into text; None without a tokenizer."""
     if self.model.tokenizer is None:
@@ -209,6 +217,17 @@ class Service:
       include_stop=request.include_stop_str_in_output,
       skip_special_tokens=request.skip_special_tokens,
     )
+
+  def _encode(self, text: str) -> tuple[int, ...]:
+    """Ids of a prompt; text that can never fit costs no time."""
+    if len(text) > self._longest_text:
+      raise ApiError(
+        400,
+        f'the prompt has {len(text)} characters: surely more than the '
+        f'context of {self.model.max_model_len} tokens: shorten it',
+        code='context_length_exceeded',
+      )
+    return tuple(self.tokenizer.encode(text))
 
   def _sampling(self, request, max_new_tokens, logprobs, seed):
     defaults = self.model.sampling
@@ -248,6 +267,17 @@ class Service:
         param='messages' if prompt.thinking else 'prompt',
         code='context_length_exceeded',
       )
+
+
+def _longest_text(model: ServedModel) -> int:
+  """Characters beyond which no text fits into the context."""
+  tokenizer = model.tokenizer
+  if tokenizer is None:
+    return 0
+  text = lambda i: tokenizer.decode([i], skip_special_tokens=False)
+  longest = max(len(text(i)) for i in range(tokenizer.vocab_size))
+  # Some tokenizers compose characters first, which shortens the text.
+  return 4 * longest * model.max_model_len
 
 
 def new_id(prefix: str) -> str:
