@@ -58,7 +58,6 @@ def create_app(
     docs_url=None,  # The usual page loads scripts from elsewhere.
     redoc_url=None,
     lifespan=lifespan,
-    default_response_class=JsonResponse,
   )
   app.state.service = service
   errors.install(app)
@@ -76,7 +75,7 @@ def create_app(
 
 def _generation(service: Service) -> fastapi.APIRouter:
   """Routes that run the model."""
-  router = fastapi.APIRouter(responses=_ERRORS)
+  router = fastapi.APIRouter(responses=_ERRORS, default_response_class=Response)
 
   async def respond(request: Request, work: Chat | Completion, stream: bool):
     if not stream:
@@ -85,19 +84,19 @@ def _generation(service: Service) -> fastapi.APIRouter:
       request, work.events(), stall_seconds=service.options.stall_seconds
     )
 
-  @router.post('/v1/chat/completions')
+  @router.post('/v1/chat/completions', responses=_STREAMED)
   async def chat(body: protocol.ChatRequest, request: Request) -> Response:
     """Answers in a conversation."""
     return await respond(request, Chat(service, body), body.stream)
 
-  @router.post('/v1/completions')
+  @router.post('/v1/completions', responses=_STREAMED)
   async def completions(
     body: protocol.CompletionRequest, request: Request
   ) -> Response:
     """Continues text or token ids."""
     return await respond(request, Completion(service, body), body.stream)
 
-  @router.post('/abort_request')
+  @router.post('/abort_request', responses=_ok('Ids that were ended.'))
   async def abort(body: protocol.AbortRequest) -> Response:
     """Ends a running request by the id of its response, or all of them."""
     running = dict(service.running)
@@ -115,21 +114,21 @@ def _generation(service: Service) -> fastapi.APIRouter:
 
 def _text(service: Service) -> fastapi.APIRouter:
   """Routes that turn text into ids and back."""
-  router = fastapi.APIRouter(responses=_ERRORS)
+  router = fastapi.APIRouter(responses=_ERRORS, default_response_class=Response)
 
-  @router.get('/v1/models')
+  @router.get('/v1/models', responses=_ok('The list.'))
   async def models() -> Response:
     """The names of the model."""
     data = [_card(service.model, name) for name in service.model.names]
     return JsonResponse({'object': 'list', 'data': data})
 
-  @router.get('/v1/models/{name:path}')
+  @router.get('/v1/models/{name:path}', responses=_ok('The model.'))
   async def model(name: str) -> Response:
     """One model."""
     service.check_model(name)
     return JsonResponse(_card(service.model, name))
 
-  @router.post('/tokenize')
+  @router.post('/tokenize', responses=_ok('Ids.'))
   async def tokenize(body: protocol.TokenizeRequest) -> Response:
     """Ids of a text, or of a conversation as the model sees it."""
     service.check_model(body.model)
@@ -149,7 +148,7 @@ def _text(service: Service) -> fastapi.APIRouter:
       }
     )
 
-  @router.post('/detokenize')
+  @router.post('/detokenize', responses=_ok('The text.'))
   async def detokenize(body: protocol.DetokenizeRequest) -> Response:
     """Text of ids, special tokens included."""
     service.check_model(body.model)
@@ -161,14 +160,14 @@ def _text(service: Service) -> fastapi.APIRouter:
 
 def _operation(service: Service) -> fastapi.APIRouter:
   """Routes for those who run the server."""
-  router = fastapi.APIRouter()
+  router = fastapi.APIRouter(default_response_class=Response)
 
-  @router.get('/health')
+  @router.get('/health', responses=_ok('Alive.'))
   async def health() -> Response:
     """200 while the process lives."""
     return JsonResponse({'status': 'ok'})
 
-  @router.get('/ready', responses=_ERRORS)
+  @router.get('/ready', responses=_ERRORS | _ok('Ready.'))
   async def ready() -> Response:
     """200 when requests are taken: warmed up and not shutting down."""
     if service.draining or not service.engine.ready:
@@ -176,13 +175,13 @@ def _operation(service: Service) -> fastapi.APIRouter:
       raise ApiError(503, f'not ready: {why}', code='not_ready')
     return JsonResponse({'status': 'ready'})
 
-  @router.get('/metrics')
+  @router.get('/metrics', responses=_ok('Metrics.', 'text/plain'))
   async def exposition() -> Response:
     """Prometheus metrics."""
     text = service.metrics.exposition(await service.engine.stats())
     return Response(text, media_type=metrics.CONTENT_TYPE)
 
-  @router.post('/flush_cache', responses=_ERRORS)
+  @router.post('/flush_cache', responses=_ERRORS | _ok('Done.'))
   async def flush_cache() -> Response:
     """Forgets every cached prefix; refused while requests run."""
     if not await service.engine.flush_cache():
@@ -194,7 +193,7 @@ def _operation(service: Service) -> fastapi.APIRouter:
     """The status page."""
     return HTMLResponse(status.page(), headers=status.HEADERS)
 
-  @router.get('/status')
+  @router.get('/status', responses=_ok('Counts.'))
   async def counts() -> Response:
     """What the status page shows: counts, never prompts."""
     return JsonResponse(status.snapshot(service, await service.engine.stats()))
@@ -214,27 +213,41 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
   }
 
 
-_ERROR = {
-  'description': 'The usual error object.',
-  'content': {
-    'application/json': {
-      'schema': {
-        'type': 'object',
-        'required': ['error'],
-        'properties': {
-          'error': {
-            'type': 'object',
-            'required': ['message', 'type', 'param', 'code'],
-            'properties': {
-              'message': {'type': 'string'},
-              'type': {'type': 'string'},
-              'param': {'type': ['string', 'null']},
-              'code': {'type': ['string', 'null']},
-            },
-          }
-        },
-      }
-    }
-  },
-}
-_ERRORS: dict[int | str, dict[str, Any]] = {'4XX': _ERROR, '503': _ERROR}
+def _error() -> dict[str, Any]:
+  """The usual error, for the OpenAPI document."""
+  text = {'type': 'string'}
+  fields = {
+    'message': text,
+    'type': text,
+    'param': {'type': ['string', 'null']},
+    'code': {'type': ['string', 'null']},
+  }
+  error = {
+    'type': 'object',
+    'required': list(fields),
+    'properties': fields,
+  }
+  schema = {
+    'type': 'object',
+    'required': ['error'],
+    'properties': {'error': error},
+  }
+  return {
+    'description': 'The usual error object.',
+    'content': {'application/json': {'schema': schema}},
+  }
+
+
+def _ok(description: str, *media: str) -> dict[int | str, dict[str, Any]]:
+  """A success, for the OpenAPI document: a JSON object unless said."""
+  schemas = {
+    'application/json': {'schema': {'type': 'object'}},
+    'text/plain': {'schema': {'type': 'string'}},
+  }
+  media = media or ('application/json',)
+  content = {name: schemas.get(name, {}) for name in media}
+  return {200: {'description': description, 'content': content}}
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {'4XX': _error(), '503': _error()}
+_STREAMED = _ok('The answer.', 'application/json', 'text/event-stream')
