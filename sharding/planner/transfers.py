@@ -43,6 +43,7 @@ class Transfer:
     asynchronous: it has a start and an end.
     seconds: of its bytes on a link, once.
     hidden_seconds: of those, what compute between start and end covers.
+    window_seconds: all compute between start and end, whatever it covers.
   """
 
   kind: str
@@ -54,6 +55,7 @@ class Transfer:
   asynchronous: bool
   seconds: float
   hidden_seconds: float
+  window_seconds: float
 
   @property
   def hidden(self) -> bool:
@@ -118,7 +120,9 @@ def _of_computation(frame, times, chip, loops) -> list[Transfer]:
     else instruction_cost(frame, instruction, loops).seconds(chip)
     for instruction in order
   ]
-  covered = {}
+  covered, window = {}, {}
+  for begin, end, instruction, _ in found:
+    window[instruction.name] = sum(free[begin + 1 : end])
   for begin, end, instruction, collective in sorted(
     found, key=lambda f: (f[1], f[0])
   ):
@@ -130,25 +134,25 @@ def _of_computation(frame, times, chip, loops) -> list[Transfer]:
       got += used
     covered[instruction.name] = got
   return [
-    _transfer(instruction, c, end > begin, times, chip, covered)
-    for begin, end, instruction, c in found
+    Transfer(
+      kind=_kind(collective),
+      name=instruction.name,
+      op_name=instruction.op_name or collective.op_name,
+      group=_group(collective),
+      bytes=_received(collective),
+      times=times,
+      asynchronous=end > begin,
+      seconds=_received(collective) / chip.link_bandwidth,
+      hidden_seconds=covered[instruction.name],
+      window_seconds=window[instruction.name],
+    )
+    for begin, end, instruction, collective in found
   ]
 
 
-def _transfer(instruction, collective, asynchronous, times, chip, covered):
-  received = _received(collective)
+def _kind(collective: Instruction) -> str:
   kind = collective.opcode.removesuffix('-start')
-  return Transfer(
-    kind='kernel' if kind == 'custom-call' else kind,
-    name=instruction.name,
-    op_name=instruction.op_name or collective.op_name,
-    group=_group(collective),
-    bytes=received,
-    times=times,
-    asynchronous=asynchronous,
-    seconds=received / chip.link_bandwidth,
-    hidden_seconds=covered[instruction.name],
-  )
+  return 'kernel' if kind == 'custom-call' else kind
 
 
 def _collective(module: Module, instruction: Instruction):

@@ -1,0 +1,112 @@
+"""The naive plan: every rank holds the whole cache.
+
+Who computes which queries: in a split step each rank its own rows, in a whole
+step every rank all rows (heads are split over `model` either way). A chunk's
+new rows are all-gathered and written by every rank. Capacity does not grow
+with ranks: this is what the other plans are measured against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from glm_jax import cache as cache_lib
+from glm_jax.cache import Cache, Rows
+from glm_jax.plan import Selection
+from pallas_kernels.tiling import within_pool
+from sharding import whole_layer
+from sharding.base import ShardedPlan
+from sharding.sharded_cache import ShardedCache, sharded_zeros
+
+FIELDS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated(ShardedPlan):
+  """See this file's head."""
+
+  def place_cache(self, cache: Cache) -> ShardedCache:
+    """Allocates the pools on every rank."""
+    layers = cache.latents.shape[0] // max(cache.slots_per_layer, 1)
+    cache_lib.check_row_ids(cache.num_pages, layers)
+    return sharded_zeros(cache, dict.fromkeys(FIELDS, P()), self.mesh)
+
+  def begin(self, cache, rows, layer, index_slot):
+    """Nothing to fetch."""
+    return cache, rows
+
+  def fetch(self, cache, layer, index_slot):
+    """Nothing to fetch."""
+    return cache, None
+
+  def arrive(self, cache, ahead):
+    """Nothing was fetched."""
+    return cache
+
+  def end(self, cache):
+    """Nothing was fetched."""
+    return cache
+
+  def write_rows(self, cache, layer, rows: Rows, values):
+    """Every rank writes all rows."""
+
+    def body(latents, scales, layer, slots, values):
+      local = dataclasses.replace(cache, latents=latents, latent_scales=scales)
+      local = cache_lib.write_rows(local, layer, slots, values)
+      return local.latents, local.latent_scales
+
+    run = self.shard_map(body, P(), P())
+    layer = jnp.asarray(layer, jnp.int32)
+    latents, scales = run(
+      cache.latents, cache.latent_scales, layer, rows.slots, values
+    )
+    return dataclasses.replace(cache, latents=latents, latent_scales=scales)
+
+  def write_index_keys(self, cache, index_slot, rows: Rows, keys):
+    """Every rank writes all keys."""
+
+    def body(pool, scales, slot, slots, keys):
+      local = dataclasses.replace(cache, index_keys=pool, index_scales=scales)
+      local = cache_lib.write_index_keys(local, slot, slots, keys)
+      return local.index_keys, local.index_scales
+
+    run = self.shard_map(body, P(), P())
+    slot = jnp.asarray(index_slot, jnp.int32)
+    pool, scales = run(
+      cache.index_keys, cache.index_scales, slot, rows.slots, keys
+    )
+    return dataclasses.replace(cache, index_keys=pool, index_scales=scales)
+
+  def _table(self, cache, rows, index_slot):
+    pages = within_pool(rows.page_table, cache.num_pages, 'page')
+    offset = jnp.asarray(index_slot, jnp.int32) * cache.num_pages
+    return jnp.where(pages >= 0, pages + offset, -1)
+
+  def index_scores(self, q, w, cache, rows, index_slot, *, first=0):
+    """All scores [T, S] of a full layer."""
+    table = self._table(cache, rows, index_slot)
+    pool = cache.index_keys, cache.index_scales
+    return whole_layer.index_scores(self, q, w, *pool, table, rows, first)
+
+  def select(self, q, w, cache, rows, index_slot, k, *, first=0) -> Selection:
+    """The k best visible keys of every row."""
+    table = self._table(cache, rows, index_slot)
+    pool = cache.index_keys, cache.index_scales
+    positions = whole_layer.select(self, q, w, *pool, table, rows, k, first)
+    return self.selection(rows, positions)
+
+  def selection(self, rows: Rows, positions: jax.Array) -> Selection:
+    """A selection from positions [T, k]."""
+    return Selection(positions, cache_lib.position_slots(rows, positions))
+
+  def attend(self, q, cache, selection, layer, scale) -> jax.Array:
+    """Attended latents [T, N, R] of the selected rows."""
+    offset = jnp.asarray(layer, jnp.int32) * cache.slots_per_layer
+    slots = within_pool(selection.slots, cache.slots_per_layer, 'slot')
+    ids = jnp.where(slots >= 0, slots + offset, -1)
+    pool = cache.latents, cache.latent_scales
+    return whole_layer.attend(self, q, *pool, ids, scale, cache.latent_width)

@@ -1,0 +1,160 @@
+"""Plans that fetch whole layers into transient slots.
+
+While layer l computes, layer l + 1's rows of earlier steps travel into a
+slot on every rank (`fetch` before the layer, `arrive` after it). The step's
+own rows are all-gathered when the layer makes them and written both by their
+owner and into the slot. So a layer reads one whole pool, and a row that no
+page table names is in the slot but never read.
+
+With `slots=2` the layer in use and the one on its way exist together. With
+`slots=1` a layer is sent for when the one before is done: half the memory,
+and nothing hides the transfer.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from glm_jax import cache as cache_lib
+from glm_jax.cache import Cache, Rows
+from glm_jax.plan import Selection
+from sharding import whole_layer
+from sharding.base import ShardedPlan
+from sharding.sharded_cache import ShardedCache, Slot
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan(ShardedPlan, abc.ABC):
+  """What a plan says about its pools; the rest is here."""
+
+  @abc.abstractmethod
+  def read_layer(self, cache: ShardedCache, layer):
+    """(cache, latents, scales): a layer's latent rows on every rank.
+
+    The cache comes back so that later writes follow this read; otherwise XLA
+    would have to copy the pool before it writes in place.
+    """
+
+  @abc.abstractmethod
+  def read_keys(self, cache: ShardedCache, index_slot):
+    """(cache, keys, scales): a full layer's index keys on every rank."""
+
+  @abc.abstractmethod
+  def store_rows(self, cache: ShardedCache, layer, slots, values):
+    """Owners write latent rows; the slot is not touched."""
+
+  @abc.abstractmethod
+  def store_keys(self, cache: ShardedCache, index_slot, slots, keys):
+    """Owners write index keys; the slot is not touched."""
+
+  @abc.abstractmethod
+  def latent_slots(self, cache: ShardedCache, slots: jax.Array) -> jax.Array:
+    """Token slots to rows of a fetched layer's latents; -1 stays."""
+
+  @abc.abstractmethod
+  def key_slots(self, cache: ShardedCache, slots: jax.Array) -> jax.Array:
+    """Token slots to rows of a fetched layer's index keys; -1 stays."""
+
+  @abc.abstractmethod
+  def key_table(self, cache: ShardedCache, page_table: jax.Array) -> jax.Array:
+    """Pages to pages of a fetched layer's index keys; -1 stays."""
+
+  def begin(self, cache: ShardedCache, rows: Rows, layer, index_slot):
+    """Fetches the first layer, unless it has arrived already."""
+    if cache.slot is None:
+      cache, slot = self._fetch(cache, None, layer, index_slot)
+      cache = dataclasses.replace(cache, slot=slot)
+    return cache, rows
+
+  def fetch(self, cache: ShardedCache, layer, index_slot):
+    """Sends for the next layer, or notes it down with one slot."""
+    if self.slots == 1:
+      return cache, (layer, index_slot)
+    return self._fetch(cache, cache.slot, layer, index_slot)
+
+  def arrive(self, cache: ShardedCache, ahead) -> ShardedCache:
+    """The layer that was sent for is the one that computes next."""
+    if self.slots == 1:
+      cache, ahead = self._fetch(cache, cache.slot, *ahead)
+    return dataclasses.replace(cache, slot=ahead)
+
+  def end(self, cache: ShardedCache) -> ShardedCache:
+    """Drops the slot."""
+    return dataclasses.replace(cache, slot=None)
+
+  def _fetch(self, cache, old: Slot | None, layer, index_slot):
+    with jax.named_scope('fetch'):
+      cache, latents, scales = self.read_layer(cache, layer)
+      if index_slot is None:
+        keys = old.index_keys, old.index_scales
+      else:
+        cache, *keys = self.read_keys(cache, index_slot)
+    return cache, Slot(latents, scales, *keys)
+
+  def write_rows(self, cache: ShardedCache, layer, rows: Rows, values):
+    """Owners write the rows, and every rank into its slot."""
+    cache = self.store_rows(cache, layer, rows.slots, values)
+    at = self.latent_slots(cache, rows.slots)
+
+    def body(slot, at, values):
+      local = slot_cache(cache, slot, slot.latents.shape[0])
+      local = cache_lib.write_rows(local, 0, at, values)
+      return slot._replace(
+        latents=local.latents, latent_scales=local.latent_scales
+      )
+
+    slot = self.shard_map(body, P(), P())(cache.slot, at, values)
+    return dataclasses.replace(cache, slot=slot)
+
+  def write_index_keys(self, cache: ShardedCache, index_slot, rows, keys):
+    """Owners write the keys, and every rank into its slot."""
+    cache = self.store_keys(cache, index_slot, rows.slots, keys)
+    at = self.key_slots(cache, rows.slots)
+
+    def body(slot, at, keys):
+      local = slot_cache(cache, slot, slot.index_keys.shape[0])
+      local = cache_lib.write_index_keys(local, 0, at, keys)
+      return slot._replace(
+        index_keys=local.index_keys, index_scales=local.index_scales
+      )
+
+    slot = self.shard_map(body, P(), P())(cache.slot, at, keys)
+    return dataclasses.replace(cache, slot=slot)
+
+  def index_scores(self, q, w, cache, rows, index_slot, *, first=0):
+    """All scores [T, S] of the full layer in the slot."""
+    table = self.key_table(cache, rows.page_table)
+    pool = cache.slot.index_keys, cache.slot.index_scales
+    return whole_layer.index_scores(self, q, w, *pool, table, rows, first)
+
+  def select(self, q, w, cache, rows, index_slot, k, *, first=0) -> Selection:
+    """The k best visible keys of every row."""
+    table = self.key_table(cache, rows.page_table)
+    pool = cache.slot.index_keys, cache.slot.index_scales
+    positions = whole_layer.select(self, q, w, *pool, table, rows, k, first)
+    return self.selection(rows, positions)
+
+  def selection(self, rows: Rows, positions: jax.Array) -> Selection:
+    """A selection from positions [T, k]; slots are global token slots."""
+    return Selection(positions, cache_lib.position_slots(rows, positions))
+
+  def attend(self, q, cache, selection: Selection, layer, scale) -> jax.Array:
+    """Attended latents [T, N, R] of the selected rows of the slot."""
+    ids = self.latent_slots(cache, selection.slots)
+    pool = cache.slot.latents, cache.slot.latent_scales
+    return whole_layer.attend(self, q, *pool, ids, scale, cache.latent_width)
+
+
+def slot_cache(cache: Cache, slot: Slot, num_slots: int) -> Cache:
+  """A slot as a one-layer cache of `num_slots` token slots."""
+  return Cache(
+    *slot,
+    hidden=None,
+    num_pages=num_slots // cache_lib.PAGE,
+    latent_width=cache.latent_width,
+    rope_width=cache.rope_width,
+  )
