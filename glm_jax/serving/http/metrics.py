@@ -9,6 +9,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from glm_jax.serving.http.rates import Rates
 from glm_jax.serving.request import Output
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -25,6 +26,8 @@ class Metrics:
   Attributes:
     started: seconds since the epoch.
     counts: totals for the status page.
+    accepted_by_position: accepted drafts at each place in a round.
+    rates: generated tokens over time.
   """
 
   def __init__(self, model_name: str):
@@ -46,6 +49,7 @@ class Metrics:
       'accepted_tokens': 0,
     }
     self.accepted_by_position: dict[int, int] = {}
+    self.rates = Rates()
     self._prompt = self._counter('prompt_tokens', 'Prompt tokens.')
     self._generated = self._counter('generation_tokens', 'Generated tokens.')
     self._success = prometheus_client.Counter(
@@ -134,6 +138,7 @@ class SequenceMetrics:
     self._ids += count
     metrics._generated.inc(count)
     metrics.counts['generation_tokens'] += count
+    metrics.rates.add(count)
 
   def finish(self, output: Output, reason: str):
     """The sequence has ended; `output` is the newest one of the engine."""

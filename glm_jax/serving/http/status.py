@@ -10,6 +10,7 @@ from typing import Any
 
 from etils import epath
 
+from glm_jax.serving.http import rates
 from glm_jax.serving.http.service import Service
 
 # The page is one file without anything from elsewhere; nothing may embed it.
@@ -63,6 +64,8 @@ def snapshot(service: Service, stats: Mapping[str, Any]) -> dict[str, Any]:
       'cached': counts['cached_tokens'],
       'generated': counts['generation_tokens'],
     },
+    'tokens_per_second': service.metrics.rates.per_second(),
+    'rate_seconds': rates.SECONDS,
     'drafts': {
       'rounds': drafts,
       'accept_length': accepted,
