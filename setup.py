@@ -10,6 +10,7 @@ _TEST = [
 ]
 _TORCH = ['torch>=2.6', 'transformers>=5.24']
 _SERVE = [
+  'aiohttp>=3.9',
   'fastapi>=0.115',
   'llguidance>=1.0',
   'prometheus-client>=0.20',
@@ -38,6 +39,7 @@ setup(
     'glm_jax.evaluation',
     'glm_jax.losses',
     'glm_jax.serving',
+    'glm_jax.serving.benchmark',
     'glm_jax.serving.http',
     'glm_jax.serving.parsers',
     'glm_jax.training',

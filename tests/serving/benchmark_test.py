@@ -1,0 +1,114 @@
+"""Traces, their replay against a server, and the figures."""
+
+import json
+
+import pytest
+from http_server import serve, served_model
+from scripted_engine import ScriptedEngine
+
+from glm_jax.serving import benchmark
+from glm_jax.serving.benchmark import Record, Run
+
+
+def shape(trace):
+  return [
+    [len(turn.prompt_ids) if turn.prompt_ids else turn for turn in one.turns]
+    for one in trace
+  ]
+
+
+def test_random_traffic():
+  make = lambda **more: benchmark.random_trace(40, 100, 10, **more)
+  assert make(seed=1) == make(seed=1) != make(seed=2)
+  assert shape(make()) == [[100]] * 40
+  varied = make(range_ratio=0.5)
+  lengths = {len(one.turns[0].prompt_ids) for one in varied}
+  assert 50 <= min(lengths) < 70 < 130 < max(lengths) <= 150
+  ids = [i for one in make(vocab_size=64) for i in one.turns[0].prompt_ids]
+  assert 16 <= min(ids) and max(ids) < 64
+
+
+def test_shared_prefixes():
+  trace = benchmark.shared_prefix_trace(3, 4, 128, 20, 8)
+  assert shape(trace) == [[148]] * 12
+  assert len({one.turns[0].prompt_ids[:128] for one in trace}) == 3
+  assert len({one.turns[0].prompt_ids for one in trace}) == 12
+
+
+def test_recorded_traffic(tmp_path):
+  path = tmp_path / 'trace.jsonl'
+  turn = {'message': {'role': 'user', 'content': 'a'}, 'output_tokens': 3}
+  ids = {'prompt_ids': [1, 2], 'output_tokens': 1}
+  lines = [{'turns': [turn, turn], 'system': 's'}, {'turns': [ids]}]
+  path.write_text('\n'.join(map(json.dumps, lines)) + '\n\n')
+  first, second = benchmark.read_trace(path)
+  assert first.system == 's' and len(first.turns) == 2
+  assert second.turns[0].prompt_ids == (1, 2)
+  for bad in ('', '{', '{"turns": []}', '{"turns": [{"output_tokens": 1}]}'):
+    path.write_text(bad)
+    with pytest.raises(ValueError, match='line 1|no session'):
+      benchmark.read_trace(path)
+
+
+def test_an_agent_reuses_its_conversation():
+  engine = ScriptedEngine('</think>' + 'Hello there ' * 9, step_tokens=3)
+  trace = benchmark.agent_trace(2, 20, output_tokens=20)
+  with serve(engine, served_model(max_model_len=10**6)) as server:
+    run = benchmark.replay(server.url, trace)
+  figures = benchmark.summary(run)
+  assert (figures['completed'], figures['failed']) == (40, 0)
+  assert figures['output_tokens'] == 40 * 20
+  assert figures['input_tokens'] == sum(
+    len(request.prompt_ids) for request in engine.seen
+  )
+  assert figures['cached_tokens'] >= 0.9 * figures['input_tokens']
+  assert figures['peak_concurrency'] == 2
+  drafts = figures['drafts']
+  assert drafts['accepted'] == drafts['drafts'] == 40 * 7
+  assert drafts['length_with_bonus'] == 2
+  assert drafts['by_position'] == [100, 0]
+  text = benchmark.block(figures)
+  for label in (
+    'Median TTFT',
+    'P99 ITL',
+    'Mean TPOT',
+    'Position 1',
+    'from the',
+  ):
+    assert label in text
+
+
+def test_failures_are_counted_and_named():
+  engine = ScriptedEngine('a', limit=1, delay=0.01)
+  trace = benchmark.random_trace(6, 30, 4, vocab_size=200)
+  with serve(engine) as server:
+    run = benchmark.replay(server.url, trace)
+    figures = benchmark.summary(run)
+    assert figures['failed'] > 0
+    assert figures['completed'] + figures['failed'] == 6
+    errors = [r.error for r in run.records if r.error]
+    assert all('HTTP 429' in error for error in errors)
+    one = benchmark.replay(server.url + '/v1', trace, max_concurrency=1)
+    assert benchmark.summary(one)['failed'] == 0
+    url = server.url
+  with pytest.raises(ValueError, match='no OpenAI-compatible server'):
+    benchmark.replay(url, trace)
+
+
+def test_the_arithmetic():
+  records = [
+    Record(1.0, 10, 4, 3, [1.5, 1.6, 2.0], 'abc'),
+    Record(1.4, 20, 0, 1, [2.4], 'x'),
+    Record(0.0, error='no'),
+  ]
+  figures = benchmark.summary(Run(records, 4.0, {}, 2, float('inf')))
+  assert figures['ttft']['Mean'] == pytest.approx(750)
+  assert figures['tpot']['Mean'] == pytest.approx(250)
+  assert figures['itl']['Median'] == pytest.approx(250)
+  assert figures['output_throughput'] == 1
+  assert figures['total_throughput'] == 34 / 4
+  assert figures['peak_concurrency'] == 2
+  assert figures['drafts'] is None
+  text = benchmark.block(figures)
+  assert 'Failed requests:                        1' in text
+  assert 'Input tokens from the cache (%):        13.33' in text
