@@ -25,10 +25,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from glm_jax import cache as cache_lib
-from glm_jax.cache import Cache, bytes_per_token
+from glm_jax.cache import Cache
 from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import layer_plan
-from pallas_kernels.tiling import PAGE, within_pool
+from pallas_kernels.tiling import within_pool
+from sharding.capacity import pools
 from sharding.collectives import broadcast, rank_index
 from sharding.mesh import ways
 from sharding.sharded_cache import ShardedCache, sharded_zeros
@@ -96,17 +97,10 @@ def ownership(config: ModelConfig, ranks: int) -> Ownership:
 
 def layer_bytes(config: ModelConfig, dtype: str = 'auto') -> list[int]:
   """Logical cache bytes of one token in each layer, the drafter's last."""
-  plan = layer_plan(config)
-  whole = bytes_per_token(config, dtype)
-  # Two equations: the drafter has one latent row and one key.
-  pair = bytes_per_token(config, dtype, drafter=True)
-  layers, full = plan.num_layers, len(plan.full_layers)
-  if layers == full:
-    row, key = pair, 0
-  else:
-    row = (whole - full * pair) // (layers - full)
-    key = pair - row
-  return [row + key * plan.is_full(i) for i in range(plan.num_latent_slots)]
+  sizes = [0] * layer_plan(config).num_latent_slots
+  for pool in pools(config, dtype):
+    sizes[pool.layer] += pool.bytes_per_token
+  return sizes
 
 
 def _fill(sizes, ranks, limit):
@@ -258,16 +252,3 @@ class LayerSplit(SlotPlan):
   def key_table(self, cache, page_table):
     """A fetched layer keeps its pages."""
     return within_pool(page_table, cache.num_pages, 'page')
-
-
-def slot_bytes(cache: Cache) -> int:
-  """Bytes of one slot: the largest layer record, latents and index keys."""
-  shapes = cache.latents, cache.latent_scales, cache.index_keys
-  shapes += (cache.index_scales,)
-  rows = cache.num_pages * PAGE
-  each = lambda a: 0 if a is None else a.dtype.itemsize * _features(a)
-  return rows * sum(map(each, shapes))
-
-
-def _features(a) -> int:
-  return 1 if len(a.shape) == 1 else a.shape[1]
