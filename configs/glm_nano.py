@@ -63,13 +63,13 @@ def get_train_config() -> TrainConfig:
     stages=(
       Stage(
         name='short',
-        steps=700,
+        steps=620,
         window=1024,
         batch=128,
         sparse=False,
         chunk=1024,
       ),
-      Stage(name='share', steps=400, window=8192, batch=16),
+      Stage(name='share', steps=230, window=8192, batch=16),
     ),
     learning_rate=3e-3,
     warmup=100,

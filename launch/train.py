@@ -16,8 +16,6 @@ asked; 1: a step was not finite (the state before it is saved).
 from __future__ import annotations
 
 import dataclasses
-import os
-import types
 
 from absl import flags
 from etils import epath
@@ -51,28 +49,15 @@ _MAX_STEPS = flags.DEFINE_integer(
 _JSON = flags.DEFINE_string('json', None, 'File to write the result to.')
 
 
-def load_recipe(path: str):
-  file = epath.Path(path).expanduser()
-  if not file.exists():
-    raise cli.UserError(f'--config={path} does not exist')
-  module = types.ModuleType(file.stem)
-  module.__file__ = os.fspath(file)
-  exec(compile(file.read_text(), module.__file__, 'exec'), vars(module))
-  get = getattr(module, 'get_train_config', None)
-  if not callable(get):
-    raise cli.UserError(f'{path} must define get_train_config()')
-  return get()
-
-
 def main() -> bool:
   for name in ('config', 'corpus'):
     if not flags.FLAGS[name].value:
       raise cli.UserError(f'--{name} is needed; --help shows an example')
-  config = load_recipe(_CONFIG.value)
   from glm_jax.training.config import override
   from glm_jax.training.loop import Trainer, export
+  from glm_jax.training.recipe import load_recipe
 
-  config = override(config, _SET.value)
+  config = override(load_recipe(_CONFIG.value), _SET.value)
   name = epath.Path(_CONFIG.value).stem
   trainer = Trainer(
     config,

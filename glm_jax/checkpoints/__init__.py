@@ -33,6 +33,7 @@ from glm_jax.presets import PRESETS
 from glm_jax.published_config import config_from_published
 
 __all__ = [
+  'EMBEDDED',
   'OrbaxCheckpoint',
   'PublishedCheckpoint',
   'convert',
@@ -44,14 +45,19 @@ __all__ = [
   'save_published',
 ]
 
+# The trained small model that ships with the package; its model card is in
+# there. `load_model()` loads it, and its name stands for its path.
+EMBEDDED = epath.Path(__file__).parent.parent / 'models' / 'glm_nano'
+
 
 def load_config(path_or_preset: epath.PathLike) -> ModelConfig:
   """The configuration of a checkpoint, a config file or a preset.
 
   Args:
     path_or_preset: a directory with `config.json`; a `.json` file like it; a
-      Python file with `get_config()`; or a preset: 'glm52', 'glm53',
-      'glm51', 'glm5', 'tiny'. What exists as a path is taken as one.
+      Python file with `get_config()`; 'glm_nano', the embedded model; or a
+      preset: 'glm52', 'glm53', 'glm51', 'glm5', 'tiny'. What exists as a
+      path is taken as one.
 
   Returns:
     The configuration.
@@ -72,8 +78,11 @@ def load_config(path_or_preset: epath.PathLike) -> ModelConfig:
   name = os.fspath(path_or_preset)
   if name in PRESETS:
     return PRESETS[name]
+  if name == EMBEDDED.name:
+    return read_config(EMBEDDED)
   raise FileNotFoundError(
-    f'{name!r} is neither a path nor a preset ({", ".join(PRESETS)})'
+    f'{name!r} is neither a path nor a preset ({", ".join(PRESETS)}, '
+    f'{EMBEDDED.name})'
     f'{_hub_hint(name)}'
   )
 
@@ -88,7 +97,8 @@ def load_model(
   """Loads a checkpoint.
 
   Args:
-    path: a directory in the published format or of `save_orbax`.
+    path: a directory in the published format or of `save_orbax`; None (or
+      'glm_nano') for the embedded glm-nano.
     dtype: 'auto' (the config's), 'bf16' or 'f32', of weights that are not
       fp8; the router's correction bias stays float32.
     weight_dtype: 'auto' (as stored), 'fp8' (block-scaled), or as `dtype`.
@@ -111,17 +121,14 @@ def open_checkpoint(
   path: epath.PathLike | None,
 ) -> PublishedCheckpoint | OrbaxCheckpoint:
   """Opens a checkpoint of either layout; raises as `load_model`."""
-  if path is None:
-    raise ValueError(
-      'no model is shipped with this package yet: pass the directory of a '
-      'checkpoint'
-    )
-  directory = epath.Path(path).expanduser()
+  directory = EMBEDDED if path is None else epath.Path(path).expanduser()
+  if os.fspath(directory) == EMBEDDED.name and not directory.exists():
+    directory = EMBEDDED
   if directory.is_dir():
     if (directory / MANIFEST).exists():
       return OrbaxCheckpoint(directory)
     return PublishedCheckpoint(directory)
-  name = os.fspath(path)
+  name = os.fspath(directory)
   if name in PRESETS or directory.exists():
     raise ValueError(
       f'{name} has no weights: pass the directory of a checkpoint, or use '

@@ -18,10 +18,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
 from etils import epath
 
-from glm_jax.data import corpus, sources, token_file, tokenizer_training
+from glm_jax.data import (
+  corpus,
+  pairs,
+  sources,
+  token_file,
+  tokenizer_training,
+)
+from glm_jax.text import Tokenizer
 
 _BATCH_DOCUMENTS = 64
 
@@ -84,8 +92,8 @@ def prepare(
       raise ValueError(f'there is no {tokenizer_json}')
   tokens = stages.run(
     'tokens',
-    [sources.sha256(tokenizer_json), text['sha256']],
-    lambda: _make_tokens(tokenizer_json, out, log),
+    [sources.sha256(tokenizer_json), text['sha256'], repr(recipe.recall)],
+    lambda: _make_tokens(recipe.recall, tokenizer_json, out, log),
   )
   files |= tokens['sha256']
   splits = {s: text['splits'][s] | tokens['splits'][s] for s in corpus.SPLITS}
@@ -197,7 +205,10 @@ def _sample(path: epath.Path, num_bytes: int) -> Iterator[str]:
 
 
 def _make_tokens(
-  tokenizer_json: epath.Path, out: epath.Path, log: Callable[[str], None]
+  recall: sources.Recall | None,
+  tokenizer_json: epath.Path,
+  out: epath.Path,
+  log: Callable[[str], None],
 ) -> dict[str, Any]:
   encoder = tokenizer_training.TextEncoder(tokenizer_json)
   digest = sources.sha256(tokenizer_json)
@@ -205,6 +216,7 @@ def _make_tokens(
   for split in corpus.SPLITS:
     documents = corpus.read_documents(out / 'text' / f'{split}.jsonl')
     count, said = 0, time.monotonic()
+    long = []  # that recall documents can be cut from
     with token_file.TokenWriter(
       out / split, encoder.vocab_size, digest
     ) as writer:
@@ -212,9 +224,15 @@ def _make_tokens(
         for ids in encoder.encode_documents([d.files for d in batch]):
           writer.add(ids)
           count += len(ids)
+          if recall and len(ids) >= recall.tokens:
+            long.append(np.asarray(ids, np.int32))
         if time.monotonic() - said > 10:
           log(f'{split}: {count / 1e6:.1f} million tokens')
           said = time.monotonic()
+      if recall and split == 'train':
+        for ids in _recall(recall, tokenizer_json, long):
+          writer.add(ids)
+          count += len(ids)
     splits[split] = {'tokens': count}
     names += [f'{split}.{suffix}' for suffix in ('bin', 'idx', 'json')]
   return {
@@ -222,6 +240,18 @@ def _make_tokens(
     'vocab_size': encoder.vocab_size,
     'sha256': _checksums(out, names),
   }
+
+
+def _recall(recall, tokenizer_json, documents) -> np.ndarray:
+  tokenizer = Tokenizer.load(tokenizer_json.parent)
+  return pairs.recall_documents(
+    tokenizer,
+    documents,
+    recall.seed,
+    recall.documents,
+    recall.tokens,
+    recall.pairs,
+  )
 
 
 def _batched(items: Iterator, size: int) -> Iterator[list]:
@@ -241,7 +271,7 @@ def _checksums(out: epath.Path, names: list[str]) -> dict[str, str]:
 
 def _code_checksum() -> str:
   """Of the code that decides what comes out."""
-  modules = (sources, corpus, tokenizer_training, token_file)
+  modules = (sources, corpus, tokenizer_training, token_file, pairs)
   paths = [__file__, *(module.__file__ for module in modules)]
   code = [epath.Path(path).read_bytes() for path in paths]
   return hashlib.sha256(b'\0'.join(code)).hexdigest()

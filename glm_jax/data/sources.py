@@ -79,6 +79,28 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recall:
+  """Training documents of `glm_jax.data.pairs.recall_documents`.
+
+  Attributes:
+    documents: how many.
+    tokens: of each.
+    pairs: names with values in each, stated twice.
+    seed: of all choices.
+  """
+
+  documents: int
+  tokens: int = 8192
+  pairs: int = 24
+  seed: int = 0
+
+  def __post_init__(self):
+    for name in ('documents', 'tokens', 'pairs'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'recall: {name} must be at least 1')
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
   """What a corpus is made of, and how.
 
@@ -88,6 +110,8 @@ class Recipe:
     held_out_share: of the bytes, kept out of training.
     document_bytes: a document of several files stays below this.
     tokenizer_bytes: of training text that the tokenizer is made from.
+    recall: documents that restate what stood far before, added to training;
+      None for none.
     python, platforms: the wheels to take, whatever machine this is.
     expected: SHA-256 of the outputs by file name; empty when unknown.
   """
@@ -97,6 +121,7 @@ class Recipe:
   held_out_share: float = 0.02
   document_bytes: int = 262_144
   tokenizer_bytes: int = 50_000_000
+  recall: Recall | None = None
   python: str = '3.13'
   platforms: tuple[str, ...] = ('manylinux_2_28_x86_64', 'manylinux2014_x86_64')
   expected: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -125,6 +150,8 @@ def load_recipe(path: epath.PathLike) -> Recipe:
       for source in content.pop('sources')
     )
     content = {k: v for k, v in content.items() if k != 'about'}
+    if 'recall' in content:
+      content['recall'] = _make(Recall, content['recall'])
     if 'platforms' in content:
       content['platforms'] = tuple(content['platforms'])
     return _make(Recipe, {**content, 'sources': sources})
