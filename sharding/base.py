@@ -13,6 +13,7 @@ rows, weights stay where they are and partial products are summed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -21,11 +22,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from glm_jax.cache import Cache
 from glm_jax.config import ModelConfig
 from sharding.collectives import rank_index
 from sharding.experts import run_experts
 from sharding.mesh import CONTEXT, DATA, mesh_shape, ways
 from sharding.rules import DEFAULT, Rules, parameters
+from sharding.sharded_cache import ShardedCache, sharded_zeros
 
 P = PartitionSpec
 ANY = PartitionSpec.UNCONSTRAINED
@@ -154,6 +157,45 @@ class ShardedPlan:
     out = run_experts(self, experts, x, chosen, weights, layer)
     ones = jnp.ones((x.shape[0], 1), jnp.float32)
     return self.place_rows((out[:, None], ones))
+
+  def layout(self, cache: Cache) -> tuple[Cache, dict[str, PartitionSpec]]:
+    """Global shapes of the pools, and how each is split.
+
+    Args:
+      cache: shapes and dtypes, as one device would hold them.
+
+    Raises:
+      ValueError: row ids of a rank that int32 cannot hold.
+    """
+    raise NotImplementedError(f'{type(self).__name__} is no cache plan')
+
+  def place_cache(self, cache: Cache) -> ShardedCache:
+    """Allocates the pools, each rank its own part."""
+    return sharded_zeros(*self.layout(cache), self.mesh)
+
+  def cache_bytes(self, cache: Cache) -> dict[str, int]:
+    """Bytes on one device: 'pools' for good, 'slots' while rows move.
+
+    Args:
+      cache: shapes and dtypes, as one device would hold them.
+    """
+    shapes, specs = self.layout(cache)
+    pools = 0
+    for name, spec in specs.items():
+      array = getattr(shapes, name)
+      if array is not None:
+        shard = NamedSharding(self.mesh, spec).shard_shape(array.shape)
+        pools += math.prod(shard) * array.dtype.itemsize
+    return {'pools': pools, 'slots': self.num_slots * self.slot_bytes(shapes)}
+
+  @property
+  def num_slots(self) -> int:
+    """Transient slots that exist together."""
+    return 0
+
+  def slot_bytes(self, shapes: Cache) -> int:
+    """Bytes of one slot."""
+    return 0
 
   def hidden_spec(self, cache) -> PartitionSpec:
     """Pages' last hidden states are split by feature, not by page.

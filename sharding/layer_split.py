@@ -32,7 +32,6 @@ from pallas_kernels.tiling import within_pool
 from sharding.capacity import pools
 from sharding.collectives import broadcast, rank_index
 from sharding.mesh import ways
-from sharding.sharded_cache import ShardedCache, sharded_zeros
 from sharding.slots import SlotPlan
 
 
@@ -129,8 +128,8 @@ class LayerSplit(SlotPlan):
     """Who owns which layer."""
     return ownership(self.config, ways(self.mesh, self.axes('tokens')))
 
-  def place_cache(self, cache: Cache) -> ShardedCache:
-    """Allocates each rank's layers on it."""
+  def layout(self, cache: Cache):
+    """Each rank has its layers, and room for as many as any rank has."""
     axes, own = self.axes('tokens'), self.owners
     cache_lib.check_row_ids(cache.num_pages, own.num_latent)
     ranks = ways(self.mesh, axes)
@@ -154,7 +153,7 @@ class LayerSplit(SlotPlan):
       ('latents', 'latent_scales', 'index_keys', 'index_scales'), by_rank
     )
     specs['hidden'] = self.hidden_spec(cache)
-    return sharded_zeros(shapes, specs, self.mesh)
+    return shapes, specs
 
   def _where(self, table, slot):
     """(rank, place) of a pool slot, an int or traced."""

@@ -20,7 +20,6 @@ from glm_jax.plan import Selection
 from pallas_kernels.tiling import within_pool
 from sharding import whole_layer
 from sharding.base import ShardedPlan
-from sharding.sharded_cache import ShardedCache, sharded_zeros
 
 FIELDS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
 
@@ -29,11 +28,11 @@ FIELDS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
 class Replicated(ShardedPlan):
   """See this file's head."""
 
-  def place_cache(self, cache: Cache) -> ShardedCache:
-    """Allocates the pools on every rank."""
+  def layout(self, cache: Cache):
+    """Everything on every rank."""
     layers = cache.latents.shape[0] // max(cache.slots_per_layer, 1)
     cache_lib.check_row_ids(cache.num_pages, layers)
-    return sharded_zeros(cache, dict.fromkeys(FIELDS, P()), self.mesh)
+    return cache, dict.fromkeys(FIELDS, P())
 
   def begin(self, cache, rows, layer, index_slot):
     """Nothing to fetch."""

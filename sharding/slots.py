@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -62,6 +63,18 @@ class SlotPlan(ShardedPlan, abc.ABC):
   @abc.abstractmethod
   def key_table(self, cache: ShardedCache, page_table: jax.Array) -> jax.Array:
     """Pages to pages of a fetched layer's index keys; -1 stays."""
+
+  @property
+  def num_slots(self) -> int:
+    """The layer in use and, with 2, the one on its way."""
+    return self.slots
+
+  def slot_bytes(self, shapes: Cache) -> int:
+    """A whole layer on every rank: latents and index keys of all pages."""
+    names = ('latents', 'latent_scales', 'index_keys', 'index_scales')
+    arrays = [a for n in names if (a := getattr(shapes, n)) is not None]
+    row = lambda a: math.prod(a.shape[1:]) * a.dtype.itemsize
+    return shapes.slots_per_layer * sum(map(row, arrays))
 
   def begin(self, cache: ShardedCache, rows: Rows, layer, index_slot):
     """Fetches the first layer, unless it has arrived already."""

@@ -43,7 +43,7 @@ from sharding.collectives import gather_shards, rank_index
 from sharding.deal import Deal
 from sharding.mesh import MODEL, ways
 from sharding.movement import Movement, movement
-from sharding.sharded_cache import DealtRows, ShardedCache, sharded_zeros
+from sharding.sharded_cache import DealtRows
 from sharding.slots import SlotPlan
 
 
@@ -93,8 +93,8 @@ class TokenSplit(SlotPlan):
       return found._replace(choice='partials')
     return found if self.move is None else found._replace(choice=self.move)
 
-  def place_cache(self, cache: Cache) -> ShardedCache:
-    """Allocates each rank's share of every layer on it."""
+  def layout(self, cache: Cache):
+    """Each rank has its pages of every layer."""
     layers = cache.latents.shape[0] // max(cache.slots_per_layer, 1)
     cache_lib.check_row_ids(self.deal.local_pages(cache.num_pages), layers)
     fields, specs = {}, {'hidden': self.hidden_spec(cache)}
@@ -109,8 +109,7 @@ class TokenSplit(SlotPlan):
         if a is not None:
           rows = a.shape[0] // cache.num_pages * per_rank * deal.ranks
           fields[name] = jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype)
-    shapes = dataclasses.replace(cache, **fields)
-    return sharded_zeros(shapes, specs, self.mesh)
+    return dataclasses.replace(cache, **fields), specs
 
   def begin(self, cache, rows: Rows, layer, index_slot):
     """Decides what the pass moves; see this file's head."""
