@@ -2,6 +2,10 @@
 
   probes       needles and copies far behind, at distances beyond top-k
   by_position  loss by position in the window; paired differences of models
+  overlap      how alike the selections of neighbours and of layers are
+  ngram        a Kneser-Ney baseline
+  sharing      IndexShare switched on at inference only
+  plots        pictures of all that (extra `notebook`)
   scoring      teacher-forced passes that give nats and greedy tokens
 
 The public names are looked up when they are first used: making contexts
@@ -14,6 +18,7 @@ import importlib
 
 _PUBLIC = {  # name -> the module that defines it
   'Copies': 'glm_jax.evaluation.probes',
+  'KneserNey': 'glm_jax.evaluation.ngram',
   'Needles': 'glm_jax.evaluation.probes',
   'PositionLosses': 'glm_jax.evaluation.by_position',
   'copy': 'glm_jax.evaluation.probes',
@@ -25,6 +30,8 @@ _PUBLIC = {  # name -> the module that defines it
   'score_copies': 'glm_jax.evaluation.probes',
   'score_needles': 'glm_jax.evaluation.probes',
   'score_tokens': 'glm_jax.evaluation.scoring',
+  'selection_overlap': 'glm_jax.evaluation.overlap',
+  'share_index': 'glm_jax.evaluation.sharing',
   'window_nats': 'glm_jax.evaluation.scoring',
 }
 

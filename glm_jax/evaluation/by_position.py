@@ -72,23 +72,20 @@ def bucket_edges(length: int) -> tuple[int, ...]:
   return (*sorted(e for e in edges if e < length), length)
 
 
-def full_windows(
+def window_starts(
   token_file: TokenFile, length: int, count: int | None = None
-) -> np.ndarray:
-  """Whole windows of documents with the token behind, evenly spread.
+) -> list[int]:
+  """Where whole windows of documents begin in the file, evenly spread.
 
   Args:
     token_file: documents; what does not fill a window is left out.
-    length: rows of a window.
+    length: rows of a window; the token behind it is the document's too.
     count: of windows; None or too many is all.
-
-  Returns:
-    [N, length + 1] int32.
 
   Raises:
     ValueError: no document fills a window.
   """
-  places = []
+  places: list[int] = []
   for a, b in zip(token_file.offsets[:-1], token_file.offsets[1:]):
     places += range(int(a), int(b) - length, length)
   if not places:
@@ -99,8 +96,19 @@ def full_windows(
   if count is not None and count < len(places):
     picked = np.linspace(0, len(places), count, endpoint=False).astype(int)
     places = [places[i] for i in picked]
+  return places
+
+
+def full_windows(
+  token_file: TokenFile, length: int, count: int | None = None
+) -> np.ndarray:
+  """The windows of `window_starts` with the token behind each.
+
+  Returns:
+    [N, length + 1] int32.
+  """
   take = lambda a: np.asarray(token_file.tokens[a : a + length + 1], np.int32)
-  return np.stack([take(a) for a in places])
+  return np.stack([take(a) for a in window_starts(token_file, length, count)])
 
 
 def losses_by_position(

@@ -125,22 +125,28 @@ def score_tokens(
   for first in range(0, N, batch):
     # The last batch is filled up, so that one program serves all.
     which = np.arange(first, first + batch) % N
-    part = _asked(model, whole_windows(tokens[which]), places[which], options)
+    windows = jax.tree.map(jnp.asarray, whole_windows(tokens[which]))
+    hidden = _hidden(model, windows, options)
+    part = _asked(model, hidden, windows, places[which])
     parts.append(jax.device_get(part))
   join = lambda *xs: np.concatenate(xs)[:N]
   return Scores(*jax.tree.map(join, *parts))
 
 
 @functools.partial(jax.jit, static_argnames='options')
-def _asked(model, windows, places, options):
+def _hidden(model, windows, options):
+  """[B * S, D], one program for whatever is then asked of the rows."""
+  return trunk(model, windows, options)[0]
+
+
+@jax.jit
+def _asked(model, hidden, windows, places):
   """(greedy, nats) [B, m] of the tokens at `places`."""
-  hidden, _ = trunk(model, windows, options)
   B, S = windows.tokens.shape
-  m = places.shape[1]
   rows = (jnp.arange(B)[:, None] * S + places - 1).reshape(-1)
   targets = jnp.take_along_axis(windows.tokens, places, axis=1)
-  greedy, nats = judge_rows(model, hidden[rows], targets.reshape(-1))
-  return greedy.reshape(B, m), nats.reshape(B, m)
+  found = judge_rows(model, hidden[rows], targets.reshape(-1))
+  return jax.tree.map(lambda a: a.reshape(places.shape), found)
 
 
 def window_nats(
@@ -156,12 +162,14 @@ def window_nats(
   Returns:
     [B, S] float32 and [B, S] bool.
   """
-  return _every(model, jax.tree.map(jnp.asarray, windows), options)
+  windows = jax.tree.map(jnp.asarray, windows)
+  S = windows.rows
+  rows = jax.tree.map(lambda a: a[:, :S], windows)
+  return _every(model, _hidden(model, rows, options), windows)
 
 
-@functools.partial(jax.jit, static_argnames='options')
-def _every(model, windows, options):
-  hidden, _ = trunk(model, windows, options)
+@jax.jit
+def _every(model, hidden, windows):
   targets, mask = windows.targets(1)
   _, nats = judge_rows(model, hidden, targets.reshape(-1))
   return jnp.where(mask, nats.reshape(mask.shape), 0), mask
