@@ -2,6 +2,7 @@
 
 from sharding.layer_split import LayerSplit
 from sharding.mesh import MeshShape, make_mesh, mesh_shape, parse_mesh_shape
+from sharding.planner import PodPlan, plan_pod
 from sharding.replicated import Replicated
 from sharding.rules import DEFAULT, Rules, module_shardings
 from sharding.token_split import TokenSplit
@@ -11,6 +12,7 @@ __all__ = [
   'LayerSplit',
   'MeshShape',
   'PLANS',
+  'PodPlan',
   'Replicated',
   'Rules',
   'TokenSplit',
@@ -19,6 +21,7 @@ __all__ = [
   'module_shardings',
   'parse_mesh_shape',
   'plan_named',
+  'plan_pod',
 ]
 
 PLANS = {

@@ -22,8 +22,9 @@ from sharding.planner.request import PlanRequest
 
 MEMORY_LIMIT = 20 << 30
 _POLL_SECONDS = 0.2
-# No TPU is looked for: libtpu is a compiler here.
+# No TPU is looked for: libtpu is a compiler here, of which several may run.
 _SETTINGS = (
+  'ALLOW_MULTIPLE_LIBTPU_LOAD=1',
   'JAX_PLATFORMS=cpu',
   'TPU_SKIP_MDS_QUERY=1',
   'TPU_WORKER_HOSTNAMES=localhost',

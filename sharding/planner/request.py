@@ -30,7 +30,8 @@ class PlanRequest:
     num_speculative_tokens: drafts of a 'verify' round.
     kv_cache_dtype: 'auto', 'bf16', 'f32' or 'fp8'.
     weight_dtype: 'auto', 'bf16', 'f32' or 'fp8'.
-    chunk: rows of a 'prefill' step, all sequences together.
+    chunk: rows of a 'prefill' step, all sequences together; None for 256 a
+      device, the least for which rows are split.
     implementation: of the ops; None for TPU kernels where there are some.
     slots: transient layer slots of a plan that moves rows ahead; None for
       the plan's own number.
@@ -46,7 +47,7 @@ class PlanRequest:
   num_speculative_tokens: int = 0
   kv_cache_dtype: str = 'auto'
   weight_dtype: str = 'auto'
-  chunk: int = 8192
+  chunk: int | None = None
   implementation: str | None = None
   slots: int | None = None
 
@@ -57,6 +58,9 @@ class PlanRequest:
         raise ValueError(
           f'{name}={value!r} is unknown: use one of {", ".join(known)}'
         )
+    if self.chunk is None:
+      whole = self.batch * self.context
+      object.__setattr__(self, 'chunk', min(256 * self.mesh.size, whole))
     for name in ('context', 'batch', 'chunk'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name}={getattr(self, name)} must be positive')

@@ -7,22 +7,24 @@ and state as shapes that know where they would live on a slice.
 from __future__ import annotations
 
 import math
+import types
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm_jax.cache import Cache, init_cache
+from glm_jax.cache import init_cache
 from glm_jax.decoding import DecodeState, decode_step, prefill_step
 from glm_jax.model import Model, abstract_model
-from glm_jax.plan import LocalPlan
 from glm_jax.sampling import sampling_params
 from glm_jax.speculative import SpeculativeState, speculative_step
+from sharding.base import ShardedPlan
 from sharding.mesh import make_mesh
 from sharding.planner.request import PlanRequest
 from sharding.planner.topology import topology_devices
 from sharding.rules import abstract_sharded
+from sharding.sharded_cache import ShardedCache
 
 _EOS = 3
 
@@ -33,11 +35,17 @@ class Step(NamedTuple):
   Attributes:
     lowered: ready to be compiled.
     bytes: of one device's arguments by what they hold, elements alone.
+    unread: of these, bytes that the program is not passed. They stay in
+      memory all the same: plain decoding does not run the drafter.
+    slots: bytes of the plan's transient layers, part of the temporaries of a
+      step that moves rows.
     loops: trips of loops whose length is data, by pattern of `op_name`.
   """
 
   lowered: jax.stages.Lowered
   bytes: dict[str, int]
+  unread: int
+  slots: int
   loops: dict[str, float]
 
 
@@ -66,18 +74,20 @@ def lower(request: PlanRequest) -> Step:
     mesh,
     plan.rules,
   )
-  cache = abstract_cache(request, plan)
-  traced, state = _trace(request, model, cache, mesh, plan)
-  held = {
-    'weights': device_bytes(model),
-    'cache': device_bytes(cache),
-    'state': device_bytes(state),
-  }
+  cache, slots = abstract_cache(request, plan)
+  function, arguments = _call(request, model, cache, mesh)
+  options = {}
+  if request.step == 'prefill':
+    options['with_drafter'] = model.mtp is not None
+  traced = function.trace(*arguments, plan=plan, **options)
+  held = {'weights': device_bytes(model), 'cache': device_bytes(cache)}
+  held['state'] = device_bytes(arguments) - sum(held.values())
+  unused = unread(traced, arguments)
   lowered = traced.lower(lowering_platforms=('tpu',))
-  return Step(lowered, held, data_loops(request))
+  return Step(lowered, held, unused, slots, data_loops(request))
 
 
-def cache_plan(request: PlanRequest, mesh: Mesh) -> LocalPlan:
+def cache_plan(request: PlanRequest, mesh: Mesh) -> ShardedPlan:
   """The plan object of a request's cache plan."""
   from sharding import plan_named
 
@@ -91,28 +101,51 @@ def cache_plan(request: PlanRequest, mesh: Mesh) -> LocalPlan:
   )
 
 
-def abstract_cache(request: PlanRequest, plan: LocalPlan) -> Cache:
-  """The request's cache as shapes, each where the plan would place it."""
-  pages = request.batch * request.pages
-  make = lambda: init_cache(
-    request.config, pages, dtype=request.kv_cache_dtype, plan=plan
+def abstract_cache(
+  request: PlanRequest, plan: ShardedPlan
+) -> tuple[ShardedCache, int]:
+  """The request's cache as shapes, and bytes of its transient slots.
+
+  Args:
+    request: the step.
+    plan: says where pools live and how many slots there are.
+
+  Returns:
+    The cache, each array where the plan would place it, and bytes that slots
+    take on a device while rows move (they are temporaries of the step).
+  """
+  slots = []
+
+  def describe(cache):
+    slots.append(plan.cache_bytes(cache)['slots'])
+    shapes, specs = plan.layout(cache)
+    arrays = {
+      name: getattr(shapes, name)
+      and jax.ShapeDtypeStruct(
+        getattr(shapes, name).shape,
+        getattr(shapes, name).dtype,
+        sharding=NamedSharding(plan.mesh, spec),
+      )
+      for name, spec in specs.items()
+    }
+    return ShardedCache(
+      **arrays,
+      num_pages=shapes.num_pages,
+      latent_width=shapes.latent_width,
+      rope_width=shapes.rope_width,
+    )
+
+  cache = init_cache(
+    request.config,
+    request.batch * request.pages,
+    dtype=request.kv_cache_dtype,
+    plan=types.SimpleNamespace(place_cache=describe),
   )
-  traced = jax.jit(make).trace()
-  # A plan allocates under `jit` with output shardings, which are read here:
-  # the devices of a description cannot hold anything.
-  placed = {}
-  for equation in traced.jaxpr.eqns:
-    shardings = equation.params.get('out_shardings', ())
-    placed.update(zip(equation.outvars, shardings))
-  leaves = [
-    jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=placed[v])
-    for v in traced.jaxpr.jaxpr.outvars
-  ]
-  return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
+  return cache, slots[0]
 
 
-def _trace(request, model: Model, cache, mesh: Mesh, plan):
-  """The traced step and its small arguments."""
+def _call(request, model: Model, cache, mesh: Mesh):
+  """The step's function and its arguments."""
   B = request.batch
   whole = NamedSharding(mesh, PartitionSpec())
   shape = lambda dims, dtype=jnp.int32: jax.ShapeDtypeStruct(
@@ -121,12 +154,7 @@ def _trace(request, model: Model, cache, mesh: Mesh, plan):
   table = shape((B, request.pages))
   if request.step == 'prefill':
     rows = [shape((request.chunk,)) for _ in range(3)]
-    drafter = model.mtp is not None
-    traced = prefill_step.trace(
-      model, cache, table, *rows, plan=plan, with_drafter=drafter
-    )
-    return traced, (table, rows)
-  params = jax.tree.map(lambda a: shape(a.shape, a.dtype), sampling_params(B))
+    return prefill_step, (model, cache, table, *rows)
   state = DecodeState(
     cache,
     table,
@@ -135,23 +163,32 @@ def _trace(request, model: Model, cache, mesh: Mesh, plan):
     limits=shape((B,)),
     eos=shape((_EOS,)),
     done=shape((B,), bool),
-    params=params,
+    params=jax.tree.map(lambda a: shape(a.shape, a.dtype), sampling_params(B)),
   )
   if request.step == 'decode':
-    traced = decode_step.trace(model, state, plan=plan)
-    return traced, (table, params)
+    return decode_step, (model, state)
   K = request.num_speculative_tokens
-  hidden = shape((B, K + 1, request.config.hidden_size), model.embed.dtype)
   state = SpeculativeState(
     decode=state,
     pending_tokens=shape((B, K + 1)),
-    pending_hidden=hidden,
+    pending_hidden=shape(
+      (B, K + 1, request.config.hidden_size), model.embed.dtype
+    ),
     pending_position=shape((B,)),
     pending=shape((B,)),
     draft_count=shape((B,)),
   )
-  traced = speculative_step.trace(model, state, shape((B, K)), plan=plan)
-  return traced, (table, params, hidden)
+  return speculative_step, (model, state, shape((B, K)))
+
+
+def unread(traced, arguments: Any) -> int:
+  """Bytes on a device of arguments that a traced step never reads."""
+  jaxpr = traced.jaxpr.jaxpr
+  read = {id(v) for e in jaxpr.eqns for v in e.invars}
+  read |= {id(v) for v in jaxpr.outvars}
+  leaves = jax.tree.leaves(arguments)
+  pairs = zip(leaves, jaxpr.invars, strict=True)
+  return device_bytes([leaf for leaf, var in pairs if id(var) not in read])
 
 
 def device_bytes(tree: Any) -> int:

@@ -80,6 +80,8 @@ def measure(request: PlanRequest, dump: pathlib.Path) -> dict[str, Any]:
   say('reading the module')
   out |= device_memory(step, memory, wanted, limit)
   out |= module_figures(hlo.parse(module_text(dump)), request, step.loops)
+  fetches = any(t['is_fetch'] for t in out['transfers'])
+  out['slot_bytes'] = step.slots if fetches else 0
   out['operations'] = [dataclasses.asdict(c) for c in choices()]
   say('done')
   return out
@@ -99,14 +101,15 @@ def device_memory(step, memory, wanted, limit) -> dict[str, Any]:
   """Bytes of one device by what they hold."""
   out: dict[str, Any] = dict(step.bytes)
   if memory is None:
-    out |= {'total': wanted, 'fits_compiler': False}
-    out['temporaries'] = wanted - sum(step.bytes.values())
+    total = wanted + step.unread
+    out |= {'total': total, 'fits_compiler': False}
+    out['temporaries'] = total - sum(step.bytes.values())
     out['compiler_limit'] = limit
     return {'device_bytes': out}
   held = sum(step.bytes.values())
   out |= {
     # What arguments take beyond their elements: tiles that are not full.
-    'padding': memory.argument_size_in_bytes - held,
+    'padding': memory.argument_size_in_bytes + step.unread - held,
     'outputs': memory.output_size_in_bytes - memory.alias_size_in_bytes,
     'temporaries': memory.temp_size_in_bytes,
     'program': memory.generated_code_size_in_bytes,
@@ -115,6 +118,7 @@ def device_memory(step, memory, wanted, limit) -> dict[str, Any]:
   }
   out['total'] = (
     memory.argument_size_in_bytes
+    + step.unread
     + out['outputs']
     + out['temporaries']
     + out['program']
