@@ -32,7 +32,8 @@ class EngineConfig:
     steps_ahead: steps dispatched before the ids of the oldest are read.
     debug: poison freed pages with NaN, check ids and checksums (slow).
     eos_token_ids: ids that end a request; None for the model config's.
-    prefill_rows: prompt rows that steps are compiled for; () for derived.
+    prefill_rows: prompt rows that steps are compiled for, 0 for steps without
+      any; () for derived.
     batch_sizes: decoding requests that steps are compiled for; () for
       derived.
     draft_counts: drafts that steps are compiled for; () for derived.
@@ -103,7 +104,7 @@ class Buckets:
   """The shapes that are compiled; each dimension ascends.
 
   Attributes:
-    prefill: prompt rows of a step; 0 is always there.
+    prefill: prompt rows of a step.
     batch: decoding requests.
     drafts: drafts of a round.
     blocks: pages a request.
@@ -140,7 +141,7 @@ def buckets(config: EngineConfig) -> Buckets:
   """The shapes of an engine: few, and closed under what it schedules."""
   most = config.max_num_seqs
   budget = round_up(config.max_num_batched_tokens, 8)
-  prefill = config.prefill_rows or (round_up(budget // 8, 8), budget)
+  prefill = config.prefill_rows or (0, round_up(budget // 8, 8), budget)
   batch = config.batch_sizes or (min(8, most), most)
   drafts = config.draft_counts or (
     0,
@@ -152,7 +153,7 @@ def buckets(config: EngineConfig) -> Buckets:
     sorted({s for s in sizes if s < top} | {top})
   )
   return Buckets(
-    prefill=(0, *ascending(prefill, max(prefill))),
+    prefill=ascending(prefill, max(prefill)),
     batch=ascending(batch, most),
     drafts=ascending(drafts, config.most_drafts),
     blocks=ascending(blocks, config.max_blocks),

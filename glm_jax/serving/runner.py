@@ -82,6 +82,14 @@ def host_sharding(array: jax.Array):
   return jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
 
 
+def _beside(sharding):
+  """Where small arrays live beside a pool: on all of its devices."""
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    spec = jax.sharding.PartitionSpec()
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
+  return sharding
+
+
 class Runner:
   """State and compiled functions of one engine.
 
@@ -115,14 +123,23 @@ class Runner:
     self._pinned = host
     self._extract = _extract(host)
     slots = config.max_num_seqs
-    self._state = init_state(model, cache, slots, config.most_drafts)
-    self._table = jnp.full((slots + 1, config.max_blocks), -1, jnp.int32)
+    # Committed to where they live: page moves are, and jit tells them apart.
+    small = _beside(cache.latents.sharding)
+    state = init_state(model, cache, slots, config.most_drafts)
+    if small is cache.latents.sharding:  # else the plan has placed it
+      cache = jax.device_put(cache, small)
+    state = jax.device_put(dataclasses.replace(state, cache=None), small)
+    self._state = dataclasses.replace(state, cache=cache)
+    table = jnp.full((slots + 1, config.max_blocks), -1, jnp.int32)
+    self._table = jax.device_put(table, small)
+    self._small = small
     self._plans = dict.fromkeys(self.buckets.blocks, plan)
     share = model.config.mtp.share_index_and_kv
     self._options = DraftOptions(share, share)
     self._leaves, treedef = jax.tree.flatten(model)
     self._step = _compiled_step(treedef)
     self._num_slots = slots
+    self._debug = config.debug
     self._open: dict[tuple[int, ...], tuple] = {}
     self._words = cdiv(model.config.vocab_size, 32)
 
@@ -130,6 +147,11 @@ class Runner:
   def cache(self):
     """The pools as they stand after everything dispatched."""
     return self._state.cache
+
+  def compilations(self) -> int:
+    """Executables behind this engine's calls; constant once warm."""
+    calls = (self._step, self._extract, _insert, _copy, _set_row, _set_entries)
+    return sum(call._cache_size() for call in calls)
 
   def warm_up(self) -> int:
     """Compiles every shape; returns how many."""
@@ -141,6 +163,8 @@ class Runner:
     record = self._extract(self._state.cache, page)
     self.insert(0, self.to_device(record))
     self.copy(0, 0)
+    if self._debug:
+      self.poison(0)
     self.set_row(self._num_slots, [])
     self.set_entries([(self._num_slots, 0, -1)])
     jax.block_until_ready((result, self._state, self._table))
@@ -297,10 +321,7 @@ class Runner:
 
   def to_device(self, record) -> dict[str, jax.Array]:
     """Starts to move a record from the host to the device."""
-    return jax.device_put(record, self._device_sharding())
-
-  def _device_sharding(self):
-    return self._state.cache.latents.sharding
+    return jax.device_put(record, self._small)
 
   def insert(self, page: int, record) -> None:
     """Fills a page from a record on the device."""

@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 from small_models import TILED, small_model
 
-from glm_jax.generation import generate
+from glm_jax.cache import init_cache
+from glm_jax.decoding import DecodeState, decode_step, prefill_step
+from glm_jax.sampling import sampling_params
 from glm_jax.serving.config import EngineConfig
 from glm_jax.serving.engine import Engine
 from glm_jax.serving.request import Request, SamplingParams
@@ -16,10 +19,10 @@ CONFIG = EngineConfig(
   num_pages=24,
   max_num_seqs=4,
   max_num_batched_tokens=32,
-  max_speculative_tokens=3,
+  max_speculative_tokens=7,
   prefill_rows=(32,),
   batch_sizes=(4,),
-  draft_counts=(0, 3),
+  draft_counts=(7,),
   context_pages=(4,),
   debug=True,
 )
@@ -31,12 +34,37 @@ def make_engine(seed=0, plan=TILED, **changes):
 
 
 @functools.cache
-def alone(seed, prompt, new, **options):
-  """New tokens of one request by `generate`, no cache, no drafts."""
-  out = generate(
-    small_model(seed), [list(prompt)], max_new_tokens=new, plan=TILED, **options
+def alone(checkpoint, prompt, new, **options):
+  """New tokens of one request, without engine, prefix cache or drafts.
+
+  The steps of `generate` at one shape for every prompt: it compiles once.
+  """
+  model, pages = small_model(checkpoint), CONFIG.max_blocks
+  table = jnp.arange(pages, dtype=jnp.int32)[None]
+  cache = init_cache(model.config, pages, dtype='f32')
+  n, chunk = len(prompt), 32
+  for first in range(0, n - 1, chunk):
+    pos = np.arange(first, first + chunk, dtype=np.int32)
+    pos[pos >= n - 1] = -1
+    part = np.array([*prompt, *[0] * chunk][first : first + chunk], np.int32)
+    cache = prefill_step(
+      model, cache, table, part, np.zeros(chunk, np.int32), pos, plan=TILED
+    )
+  state = DecodeState(
+    cache=cache,
+    page_table=table,
+    lengths=jnp.array([n], jnp.int32),
+    last_token=jnp.array(prompt[-1:], jnp.int32),
+    limits=jnp.array([n + new], jnp.int32),
+    eos=jnp.array([-1], jnp.int32),
+    done=jnp.zeros(1, bool),
+    params=sampling_params(1, **options),
   )
-  return out.tokens[0]
+  tokens = []
+  for _ in range(new):
+    state, _ = decode_step(model, state, plan=TILED)
+    tokens.append(int(state.last_token[0]))
+  return tokens
 
 
 def request(name, prompt, new=8, **changes):
