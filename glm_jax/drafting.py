@@ -29,7 +29,7 @@ from glm_jax.model import Model, head
 from glm_jax.mtp import Mtp
 from glm_jax.plan import LocalPlan, Selection
 from glm_jax.rope import rope_tables
-from glm_jax.sampling import Purpose, SamplingParams, draw, filtered_logits
+from glm_jax.sampling import Purpose, SamplingParams, draw
 from pallas_kernels.tiling import PAGE
 
 
@@ -353,12 +353,12 @@ def _propose(model, out, j, last, params, options, plan, forced):
     params = dataclasses.replace(params, temperature=zeros)
   target = last + 1 + j  # position of the token proposed
 
-  def choose(logits, target, params):
-    allowed = filtered_logits(logits, params)
-    token = draw(allowed, target, params.seed, Purpose.DRAFT)
+  def choose(allowed, target, seed):
+    token = draw(allowed, target, seed, Purpose.DRAFT)
     return token, jax.nn.softmax(allowed, axis=-1)
 
-  token, q = plan.rows(choose, logits, target, params)
+  allowed = plan.filtered_logits(logits, params)
+  token, q = plan.rows(choose, allowed, target, params.seed)
   given = jax.lax.dynamic_index_in_dim(forced, j, 1, False)
   token = jnp.where(given >= 0, given, token)
   sure = jax.nn.one_hot(given, q.shape[-1], dtype=q.dtype)

@@ -24,7 +24,7 @@ from glm_jax.param import param, stack
 from glm_jax.plan import LocalPlan, Selection
 from glm_jax.rope import rope_tables
 from pallas_kernels.block_scale import BLOCK
-from pallas_kernels.tiling import PAGE, cdiv, dot
+from pallas_kernels.tiling import PAGE, cdiv
 
 CAPTURES = ('selected', 'scores', 'hidden', 'attention', 'mlp')
 # Captured once a full layer; the others once a layer.
@@ -325,10 +325,8 @@ def head(
   """
   plan = plan or LocalPlan()
   linear = own or model.head
-  if linear is None:
-    embed = model.embed[...]
-    return plan.rows(lambda x: dot('td,vd->tv', x, embed), hidden)
-  return plan.rows(linear.wide, hidden)
+  weight = model.embed if linear is None else linear.kernel
+  return plan.logits(weight[...], hidden)
 
 
 def forward(

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
+from glm_jax.sampling import SamplingParams, filtered_logits
 from pallas_kernels import (
   indexer_scores,
   streaming_topk,
   topk_gather_attention,
 )
-from pallas_kernels.tiling import map_row_blocks, within_pool
+from pallas_kernels.tiling import dot, map_row_blocks, within_pool
 
 ROW_TILE = 8
 
@@ -73,6 +74,16 @@ class LocalPlan:
   def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows [T, D] of the embedding [V, D]."""
     return table[tokens]
+
+  def logits(self, weight: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Logits [T, V] float32 of hidden [T, D] under a head [V, D]."""
+    return self.rows(lambda x: dot('td,vd->tv', x, weight), hidden)
+
+  def filtered_logits(
+    self, logits: jax.Array, params: SamplingParams
+  ) -> jax.Array:
+    """Logits [T, V] after all cuts; see `sampling.filtered_logits`."""
+    return self.rows(filtered_logits, logits, params)
 
   def experts(self, experts, x, chosen, weights, layer):
     """Runs rows through their routed experts.

@@ -26,7 +26,7 @@ from glm_jax.decoding import DecodeState, is_end
 from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
 from glm_jax.plan import LocalPlan
-from glm_jax.sampling import Purpose, draw, filtered_logits
+from glm_jax.sampling import Purpose, draw
 from pallas_kernels.tiling import PAGE
 
 
@@ -252,13 +252,10 @@ def accept(
   B, J, V = logits.shape
   repeat = lambda a: jnp.repeat(a, J, axis=0)
 
-  def chosen(logits, params):
-    allowed = filtered_logits(logits, params)
-    return allowed, jax.nn.softmax(allowed, axis=-1)
-
-  allowed, p = plan.rows(
-    chosen, logits.reshape(B * J, V), jax.tree.map(repeat, old.params)
+  allowed = plan.filtered_logits(
+    logits.reshape(B * J, V), jax.tree.map(repeat, old.params)
   )
+  p = plan.rows(lambda x: jax.nn.softmax(x, axis=-1), allowed)
   verdict = jax.vmap(judge)(
     p.reshape(B, J, V),
     drafts.q,

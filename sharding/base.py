@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm_jax.cache import Cache
 from glm_jax.config import ModelConfig
+from sharding import vocab
 from sharding.collectives import rank_index
 from sharding.experts import run_experts
 from sharding.mesh import CONTEXT, DATA, mesh_shape, ways
@@ -151,6 +152,14 @@ class ShardedPlan:
 
     rows = self.shard_map(body, (spec, P()), P(None, spec[1]))(table, tokens)
     return self.place_rows(rows)
+
+  def logits(self, weight: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Logits [T, V] float32, split over the vocabulary."""
+    return vocab.logits(self, weight, hidden)
+
+  def filtered_logits(self, logits, params) -> jax.Array:
+    """Logits after all cuts of sampling, split over the vocabulary."""
+    return vocab.filtered_logits(self, logits, params)
 
   def experts(self, experts, x, chosen, weights, layer):
     """Routed experts: see `sharding.experts`."""

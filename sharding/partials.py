@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from glm_jax.cache import Rows, position_slots
+from glm_jax.plan import Selection
 from pallas_kernels import indexer_scores, streaming_topk
 from pallas_kernels.streaming_topk.sharded import select_sharded
 from pallas_kernels.tiling import PAGE, cdiv, round_up, within_pool
@@ -219,6 +220,21 @@ def selection(plan, rows: DealtRows, positions: jax.Array) -> DealtSelection:
   return _addressed(plan, rows, owned, positions, positions.shape[1])
 
 
+def dealt(plan, chosen: Selection) -> DealtSelection:
+  """A selection made where rows moved, for a step where results move."""
+  axes = plan.axes('tokens')
+
+  def body(positions, slots):
+    local = plan.deal.own_slots(slots, rank_index(axes))
+    owned = jnp.where(local >= 0, positions, -1)
+    return first_valid(owned)[0][:, None], first_valid(local)[0][:, None]
+
+  run = plan.shard_map(body, P(), P(None, axes or None))
+  owned, local = run(chosen.positions, chosen.slots)
+  k = chosen.positions.shape[1]
+  return DealtSelection(owned, local, chosen.positions, plan, k)
+
+
 def _addressed(plan, rows, owned, given, k) -> DealtSelection:
   """Positions that ranks own, with their local slots."""
   axes = plan.axes('tokens')
@@ -236,6 +252,8 @@ def _addressed(plan, rows, owned, given, k) -> DealtSelection:
 
 def attend(plan, q, cache, chosen: DealtSelection, layer, scale: float):
   """Attended latents [T, N, R]: each rank's winners, merged by lse."""
+  if isinstance(chosen, Selection):
+    chosen = dealt(plan, chosen)
   axes, heads = plan.axes('tokens'), plan.axes('heads')
   T, R = q.shape[0], cache.latent_width
   split = plan.is_split(T)
