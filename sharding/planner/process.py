@@ -65,18 +65,19 @@ def compile_step(
     path = pathlib.Path(folder)
     (path / 'request').write_bytes(pickle.dumps(request))
     command = ['env', *_SETTINGS, sys.executable, '-c', _PROGRAM]
-    with open(path / 'errors', 'w') as errors:
-      child = subprocess.Popen(
+    with (
+      open(path / 'errors', 'w') as errors,
+      subprocess.Popen(
         [*command, str(root), folder],
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
-      )
+      ) as child,
+    ):
       try:
         peak = _watch(child, log, memory_limit)
       finally:
         child.kill()
-        child.wait()
     if peak > memory_limit:
       raise CompileError(
         f'compiling step={request.step} for {request.topology} needs more '
