@@ -34,6 +34,7 @@ setup(
   # never be installed as top-level packages.
   packages=[
     'glm_jax',
+    'glm_jax.benchmarks',
     'glm_jax.checkpoints',
     'glm_jax.data',
     'glm_jax.evaluation',
@@ -52,7 +53,11 @@ setup(
     'sharding',
     'sharding.planner',
   ],
-  package_data={'glm_jax': ['*.jinja'], 'glm_jax.serving.http': ['*.html']},
+  package_data={
+    'glm_jax': ['*.jinja'],
+    'glm_jax.serving.http': ['*.html'],
+    'pallas_kernels': ['*.json'],
+  },
   install_requires=[
     'absl-py>=2.1',
     'etils[epath]>=1.9',

@@ -1,0 +1,220 @@
+"""One op compiled for a TPU generation on any host, and what that shows.
+
+Nothing runs. The compiler's own dump of the program (`after_codegen`) is
+read, not `compiled.as_text()`, which fails on jax 0.10.2 where a SparseCore
+call is inside (spec/kernels_tpu.md section 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import pallas_kernels
+from pallas_kernels.arg_specs import ArgSpec
+
+# The smallest slice of each generation; its first device stands for any.
+SLICES = {
+  'v5e': 'v5e:2x2',
+  'v5p': 'v5p:2x2x1',
+  'v6e': 'v6e:2x2',
+  'tpu7x': 'tpu7x:2x2x1',
+}
+# Cycles a second, inferred from public peaks (spec/kernels_tpu.md section 1).
+CLOCKS = {'v5e': 1.5e9, 'v5p': 1.75e9, 'v6e': 1.75e9, 'tpu7x': 2.2e9}
+_MOVES = ('copy', 'copy-start', 'transpose', 'reshape', 'convert')
+_BYTES = {'pred': 1, 'bf16': 2, 'f16': 2, 'f32': 4, 'f64': 8}
+_INSTRUCTION = re.compile(
+  r'^\s+(?:ROOT )?%?([\w.\-]+) = \(?([a-z]\w*)\[([\d,]*)\][^=]*? ([\w\-]+)\('
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What the compiler says of one program.
+
+  Attributes:
+    seconds: of lowering and compiling.
+    arguments: bytes of the arguments, as laid out on the device.
+    temporaries: bytes beside arguments and results.
+    aliased: bytes of results that lie where arguments lay.
+    copies: names of the instructions that move an array at least a quarter
+      as large as the largest argument, with its bytes.
+    kernels: names of the Pallas kernels inside.
+    sparsecore: a part runs asynchronously on the SparseCores.
+  """
+
+  seconds: float
+  arguments: int
+  temporaries: int
+  aliased: int
+  copies: tuple[str, ...]
+  kernels: tuple[str, ...]
+  sparsecore: bool
+
+
+def op_function(
+  spec: ArgSpec, implementation: str | None, *, profile: bool = False
+) -> Callable:
+  """The public call of a case, or the kernel's profiling build.
+
+  Args:
+    spec: the case.
+    implementation: of the op.
+    profile: the build whose loops have static trip counts and whose
+      branches are taken, for the compiler's cycle model.
+
+  Returns:
+    A function of the case's array arguments.
+  """
+  name = spec.op.removesuffix('_in').removesuffix('_out')
+  public = getattr(pallas_kernels, name)
+  if not profile:
+    call = functools.partial(public, implementation=implementation)
+    return lambda *args: call(*args, **spec.options)
+  available = inspect.getmodule(public).AVAILABLE
+  options = dict(spec.options)
+  parameters = inspect.signature(available[implementation]).parameters
+  if 'profile' in parameters:
+    options['profile'] = True
+  for option, parameter in inspect.signature(public).parameters.items():
+    if option in parameters and option not in options:
+      if parameter.default not in (inspect.Parameter.empty, None):
+        options[option] = parameter.default
+  return lambda *args: available[implementation](*args, **options)
+
+
+def on_device(generation: str) -> tuple[Any, Any]:
+  """A sharding on one device of a generation, and its abstract mesh.
+
+  The abstract mesh in the context tells kernels what they are built for.
+  """
+  device = topologies.get_topology_desc(
+    platform='tpu', topology_name=SLICES[generation]
+  ).devices[0]
+  sharding = NamedSharding(Mesh(np.array([device]), ('x',)), PartitionSpec())
+  kind = dict(device_kind=device.device_kind, num_cores=device.num_cores)
+  if 'platform' in inspect.signature(jax.sharding.AbstractDevice).parameters:
+    kind['platform'] = 'tpu'
+  mesh = jax.sharding.AbstractMesh(
+    (1,), ('x',), abstract_device=jax.sharding.AbstractDevice(**kind)
+  )
+  return sharding, mesh
+
+
+def compile_for(
+  function: Callable,
+  args: tuple,
+  generation: str,
+  *,
+  options: Mapping[str, Any] | None = None,
+  donate: tuple[int, ...] = (),
+) -> Compiled:
+  """Compiles a function for one device of a generation.
+
+  Args:
+    function: of arrays.
+    args: their shapes; None where there is no array.
+    generation: 'v5e', 'v5p', 'v6e' or 'tpu7x'.
+    options: compiler options.
+    donate: arguments whose memory the results may take.
+
+  Returns:
+    What the compiler says.
+  """
+  sharding, mesh = on_device(generation)
+  start = time.monotonic()
+  jitted = jax.jit(
+    function,
+    in_shardings=sharding,
+    out_shardings=sharding,
+    donate_argnums=donate,
+  )
+  with jax.sharding.use_abstract_mesh(mesh):
+    lowered = jitted.lower(*args)
+  with tempfile.TemporaryDirectory() as folder:
+    dump = {
+      'xla_dump_to': folder,
+      'xla_dump_hlo_as_text': True,
+      'xla_dump_hlo_pass_re': 'none',
+    }
+    executable = lowered.compile(compiler_options={**(options or {}), **dump})
+    seconds = time.monotonic() - start
+    text = program_text(folder)
+  memory = executable.memory_analysis()
+  largest = max(_nbytes(leaf) for leaf in jax.tree.leaves(args))
+  return Compiled(
+    seconds=seconds,
+    arguments=memory.argument_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    aliased=memory.alias_size_in_bytes,
+    copies=moves(text, largest // 4),
+    kernels=kernels(lowered.as_text()),
+    sparsecore='async_execution_thread="sparsecore"' in text,
+  )
+
+
+def program_text(folder: str) -> str:
+  """The compiled program among a compiler's dumps."""
+  found = sorted(pathlib.Path(folder).glob('*after_codegen.txt'))
+  if not found:
+    raise FileNotFoundError(f'the compiler left no program in {folder}')
+  return max(found, key=lambda path: path.stat().st_size).read_text()
+
+
+def moves(text: str, least: int) -> tuple[str, ...]:
+  """Instructions that only move or retype at least `least` bytes.
+
+  Args:
+    text: a compiled program.
+    least: bytes.
+
+  Returns:
+    'name (opcode, bytes)' each. A fusion counts if its name says so: the
+    compiler names one after what is inside.
+  """
+  found = []
+  for line in text.splitlines():
+    match = _INSTRUCTION.match(line)
+    if not match:
+      continue
+    name, dtype, dims, opcode = match.groups()
+    fused = opcode == 'fusion' and re.search('copy|transpose|convert', name)
+    if opcode not in _MOVES and not fused:
+      continue
+    bytes_ = _dtype_bytes(dtype) * math.prod(
+      int(n) for n in dims.split(',') if n
+    )
+    if bytes_ >= max(least, 1):
+      found.append(f'{name} ({opcode}, {bytes_} bytes)')
+  return tuple(found)
+
+
+def kernels(lowered: str) -> tuple[str, ...]:
+  """Names of the Pallas kernels in a lowered program, each once."""
+  names = re.findall(r'kernel_name = "([^"]+)"', lowered)
+  return tuple(dict.fromkeys(names))
+
+
+def _nbytes(array) -> int:
+  return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _dtype_bytes(dtype: str) -> int:
+  if dtype in _BYTES:
+    return _BYTES[dtype]
+  bits = re.search(r'\d+', dtype)
+  return max(int(bits.group()) // 8, 1) if bits else 1

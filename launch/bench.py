@@ -1,0 +1,104 @@
+"""Benchmarks, by suite; exits with 1 where a goal of the suite is missed.
+
+  python launch/bench.py --suite=op --topology=v6e --evidence=compiled
+  python launch/bench.py --suite=op --evidence=run --op=tiny    on this device
+  python launch/bench.py --suite=op --op=grouped_matmul,decode_8x1m/fp8 ...
+
+'compiled' runs nothing: libtpu compiles for the generation on this host, and
+what its cycle model cannot know is printed under the table.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+
+from absl import flags
+
+from glm_jax import cli
+from glm_jax.benchmarks import SUITES, Device, Request, load_suite
+from sharding.chips import CHIPS, chip_named
+from sharding.compiler_options import GENERATIONS, compiler_options
+
+_SUITE = flags.DEFINE_string('suite', 'op', f'One of {", ".join(SUITES)}.')
+_OP = flags.DEFINE_list(
+  'op',
+  None,
+  'Names, or parts of names, of the cases, as in grouped_matmul or '
+  'indexer_scores/decode_8x1m/bf16. Default: all.',
+)
+_TOPOLOGY = flags.DEFINE_list(
+  'topology',
+  None,
+  f'Generations to compile for: {", ".join(CHIPS)}, or slices of them. '
+  'Default: all.',
+)
+_EVIDENCE = flags.DEFINE_enum(
+  'evidence', 'compiled', ['compiled', 'run'], 'Where numbers come from.'
+)
+_SYSTEM = flags.DEFINE_list(
+  'system',
+  None,
+  "Implementations to measure. Default: 'tpu' compiled; the ops' own choice "
+  "when run ('auto').",
+)
+_JSON = flags.DEFINE_string('json', None, 'Write the rows to this file.')
+
+
+def compile_targets(names: list[str]) -> tuple[Device, ...]:
+  """The generations to compile for."""
+  from glm_jax.benchmarks.compiled import CLOCKS
+
+  chips = [chip_named(name) for name in names]
+  return tuple(
+    Device(
+      name=chip.name,
+      bandwidth=chip.bandwidth,
+      flops=chip.peak(),
+      clock=CLOCKS[chip.name],
+      topology=chip.name,
+      options=compiler_options(chip.name),
+    )
+    for chip in chips
+  )
+
+
+def device_at_hand() -> Device:
+  """The first device of this process; only a TPU has a known roofline."""
+  import jax
+
+  kind = jax.devices()[0].device_kind
+  if kind in GENERATIONS:
+    chip = chip_named(GENERATIONS[kind])
+    return Device(chip.name, chip.bandwidth, chip.peak())
+  return Device(kind, float('inf'), float('inf'))
+
+
+def main() -> bool:
+  suite = load_suite(_SUITE.value)
+  run = _EVIDENCE.value == 'run'
+  if run and _TOPOLOGY.value:
+    raise cli.UserError('--topology is for --evidence=compiled: leave it out')
+  systems = tuple(_SYSTEM.value or (['auto'] if run else ['tpu']))
+  request = Request(
+    evidence=_EVIDENCE.value,
+    devices=(
+      (device_at_hand(),)
+      if run
+      else compile_targets(_TOPOLOGY.value or list(CHIPS))
+    ),
+    select=tuple(_OP.value or ()),
+    systems=systems,
+    command=shlex.join(['python', *sys.argv]),
+    date=datetime.date.today().isoformat(),
+  )
+  report = suite.run(request, cli.log)
+  print(report.table(suite.COLUMNS[request.evidence]))
+  if _JSON.value:
+    cli.write_json(_JSON.value, report)
+  return report.passed
+
+
+if __name__ == '__main__':
+  cli.run(main)
