@@ -173,7 +173,7 @@ class Evaluation:
       _SEED.value,
       _COUNT.value,
       _LENGTH.value,
-      nearest=self.topk + 1,
+      nearest=max(self.topk + 1, 64),  # No shorter than the span.
     )
     result = score_copies(self.model, made, **self._passes)
     print(

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 from unittest import mock
 
@@ -12,10 +15,19 @@ import numpy as np
 import pytest
 import small_models
 from absl.testing import absltest, parameterized
+from etils import epath
 
 from glm_jax import evaluation, forward
+from glm_jax.checkpoints import save_published
 from glm_jax.config import FULL
-from glm_jax.data import TokenFile, TokenWriter, pairs, train_tokenizer
+from glm_jax.data import (
+  TokenFile,
+  TokenWriter,
+  pairs,
+  train_tokenizer,
+  write_tokenizer,
+)
+from glm_jax.data.sources import sha256
 from glm_jax.evaluation import by_position, scoring
 from glm_jax.model import abstract_model
 from glm_jax.text import Tokenizer
@@ -47,8 +59,13 @@ def texts():
 
 
 @functools.cache
+def backend():
+  return train_tokenizer(texts(), VOCAB)
+
+
+@functools.cache
 def tokenizer():
-  return Tokenizer(train_tokenizer(texts(), VOCAB))
+  return Tokenizer(backend())
 
 
 @functools.cache
@@ -307,6 +324,91 @@ class PositionTest(parameterized.TestCase):
       by_position.paired_difference([other], theirs[:1])
     with pytest.raises(ValueError, match='1 runs'):
       by_position.paired_difference(ours[:1], theirs)
+
+
+class LaunchTest(parameterized.TestCase):
+  def test_every_suite_writes_its_result(self):
+    folder = _corpus()
+    save_published(code_model(), code_model().config, folder / 'model')
+    result = folder / 'result.json'
+    flags = ['--suite=all', '--length=192', '--count=6', '--windows=4']
+    flags += ['--overlap_windows=1', '--batch=4', '--model=model', '--order=3']
+    done = _launch(folder, *flags, '--json=result.json', '--plots=plots')
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result.read_text())
+    assert found['command'].startswith('python launch/evaluate.py --')
+    assert found['needles']['count'] == found['copy']['count'] == 6
+    assert min(found['needles']['distances']) > 8
+    assert len(found['position']['losses']['nats']) == 4
+    assert {r['kind'] for r in found['overlap']} == {'neighbours', 'tile'}
+    ngram = found['ngram']
+    held_out = TokenFile(folder / 'held_out')
+    oracle = evaluation.KneserNey(TokenFile(folder / 'train'), VOCAB, 3)
+    nats = oracle.nats(held_out)
+    np.testing.assert_allclose(ngram['nats'], nats.mean())
+    starts = by_position.window_starts(held_out, 192, 4)
+    inside = [nats[a + 1 : a + 193].mean() for a in starts]
+    np.testing.assert_allclose(ngram['nats_in_windows'], np.mean(inside))
+    # It has learnt this little language, the random model has not.
+    assert ngram['nats'] + 1 < found['position']['loss']
+    pictures = sorted(p.name for p in (folder / 'plots').iterdir())
+    assert pictures == ['loss_by_position.png', 'needles.png', 'overlap.png']
+    for line in ('needles found: ', 'copied spans: ', 'Kneser-Ney 3-gram'):
+      assert line in done.stdout
+    self._against_itself(folder, flags)
+
+  def _against_itself(self, folder, flags):
+    done = _launch(
+      folder, *flags[1:], '--suite=position', '--against=result.json',
+      '--json=again.json',
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((folder / 'again.json').read_text())['position'][
+      'against'
+    ]
+    assert all(row['difference'] == row['upper'] == 0 for row in rows)
+
+  @parameterized.parameters(
+    (('--suite=needle',), 'needle must be some of'),
+    (('--suite=ngram', '--length=100000'), 'no document of'),
+    (
+      ('--suite=copy', '--model=nowhere'),
+      "no such directory or file: 'nowhere'",
+    ),
+    (('--suite=ngram', '--corpus=nowhere'), 'is not a directory'),
+  )
+  def test_bad_input_is_one_line(self, flags, message):
+    done = _launch(_corpus(), *flags)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count('\n') == 1, done.stderr
+
+
+@functools.cache
+def _corpus():
+  """A corpus as prepare_data.py writes it; the last text is held out."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='corpus_'))
+  write_tokenizer(backend(), folder / 'tokenizer')
+  digest = sha256(epath.Path(folder / 'tokenizer' / 'tokenizer.json'))
+  for name, some in (
+    ('train', documents()[:-1]),
+    ('held_out', documents()[-1:]),
+  ):
+    with TokenWriter(folder / name, VOCAB, digest) as writer:
+      for ids in some:
+        writer.add(ids)
+  return folder
+
+
+def _launch(folder, *flags):
+  program = str(ROOT / 'launch' / 'evaluate.py')
+  quick_flags = '--xla_backend_optimization_level=0'
+  return subprocess.run(
+    [sys.executable, program, '--corpus=.', *flags],
+    cwd=folder,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': quick_flags},
+    capture_output=True,
+    text=True,
+  )
 
 
 def _token_file(documents):

@@ -159,7 +159,7 @@ def copy(
     ValueError: a context without room, or no document that fills it.
   """
   size = length - 2 * span
-  if span < 1 or not 1 <= nearest - span <= size:
+  if span < 1 or not 0 <= nearest - span <= size:
     raise ValueError(
       f'{span=} twice, {nearest=} apart, does not fit in {length=}'
     )
