@@ -58,8 +58,8 @@ def run(request: Request, log: Callable[[str], None]) -> Report:
   if not cases:
     names = [*OPS, *CASES, *DTYPES]
     raise ValueError(
-      f'no case is named {", ".join(request.select)}: names are OP/CASE/DTYPE of '
-      f'{", ".join(names)}'
+      f'no case is named {", ".join(request.select)}: names are '
+      f'OP/CASE/DTYPE of {", ".join(names)}'
     )
   measure = _compiled if request.evidence == 'compiled' else _timed
   rows = []
@@ -185,8 +185,8 @@ def _row(
     us=1e6 * seconds if seconds else None,
     tflops=per(work.flops, 1e12),
     gbps=per(work.bytes, 1e9),
-    roofline_share=floor / seconds if seconds else None,
-    ratio=seconds / floor if seconds else None,
+    roofline_share=floor / seconds if seconds and floor else None,
+    ratio=seconds / floor if seconds and floor else None,
     evidence=request.evidence,
     command=request.command,
     date=request.date,

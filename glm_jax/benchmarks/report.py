@@ -13,8 +13,9 @@ class Device:
 
   Attributes:
     name: generation or kind, as 'v6e'.
-    bandwidth: bytes a second of its main memory.
-    flops: bf16 peak a second.
+    bandwidth: bytes a second of its main memory; infinite where unknown,
+      and then nothing is set against a floor.
+    flops: bf16 peak a second, likewise.
     clock: cycles a second, to turn the compiler's cycles into time; None
       where no cycles are counted.
     topology: a slice that libtpu compiles for, None for a device at hand.
