@@ -28,8 +28,7 @@ from sharding.planner.transfers import transfers
 
 _UNITS = {'': 1, 'K': 1 << 10, 'M': 1 << 20, 'G': 1 << 30, 'T': 1 << 40}
 _OUT_OF_MEMORY = re.compile(
-  r'total memory required \D*\(([\d.]+)([KMGT]?)\) exceeds available \w+ '
-  r'\(([\d.]+)([KMGT]?)\)'
+  r'total memory required \D*\(([\d.]+)([KMGT]?)\) exceeds available'
 )
 
 
@@ -66,20 +65,12 @@ def measure(request: PlanRequest, dump: pathlib.Path) -> dict[str, Any]:
   say('tracing')
   step = steps.lower(request)
   say('compiling')
-  options = compiler_options(request.topology) | {
-    'xla_dump_to': str(dump),
-    'xla_dump_hlo_as_text': True,
-  }
   out: dict[str, Any] = {}
-  try:
-    compiled = step.lowered.compile(compiler_options=options)
-    memory, wanted, limit = compiled.memory_analysis(), None, None
-  except jax.errors.JaxRuntimeError as error:
-    memory, (wanted, limit) = None, _out_of_memory(error)
+  memory, wanted, text = compile_text(step.lowered, request.topology, dump)
   out['seconds_to_compile'] = time.monotonic() - start
   say('reading the module')
-  out |= device_memory(step, memory, wanted, limit)
-  out |= module_figures(hlo.parse(module_text(dump)), request, step.loops)
+  out |= device_memory(step, memory, wanted)
+  out |= module_figures(hlo.parse(text), request, step.loops)
   fetches = any(t['is_fetch'] for t in out['transfers'])
   out['slot_bytes'] = step.slots if fetches else 0
   out['operations'] = [dataclasses.asdict(c) for c in choices()]
@@ -87,24 +78,54 @@ def measure(request: PlanRequest, dump: pathlib.Path) -> dict[str, Any]:
   return out
 
 
-def _out_of_memory(error: Exception) -> tuple[int, int]:
-  """Bytes wanted and there, of a compile that ran out of memory."""
+def compile_text(
+  lowered: jax.stages.Lowered, topology: str, dump: pathlib.Path
+) -> tuple[Any, int | None, str]:
+  """Compiles for a slice and returns the scheduled module as text.
+
+  The text is the compiler's dump: `as_text` of jax 0.10.2 fails for programs
+  with a SparseCore call, and there is none of a program that does not fit.
+
+  Args:
+    lowered: for devices of the slice.
+    topology: the slice.
+    dump: folder for the compiler's own files.
+
+  Returns:
+    The compiler's memory analysis, None if the program does not fit a
+    device's memory; the bytes that it would need then; the text.
+
+  Raises:
+    ValueError: the compiler refuses the program for another reason.
+  """
+  options = compiler_options(topology) | {
+    'xla_dump_to': str(dump),
+    'xla_dump_hlo_as_text': True,
+  }
+  try:
+    compiled = lowered.compile(compiler_options=options)
+    memory, wanted = compiled.memory_analysis(), None
+  except jax.errors.JaxRuntimeError as error:
+    memory, wanted = None, _out_of_memory(error)
+  return memory, wanted, module_text(dump)
+
+
+def _out_of_memory(error: Exception) -> int:
+  """Bytes wanted by a program that ran out of memory while compiling."""
   found = _OUT_OF_MEMORY.search(str(error))
   if found is None:
     reason = ' '.join(str(error).split())
     raise ValueError(f'the compiler refuses the step: {reason[:400]}')
-  size = lambda number, unit: int(float(number) * _UNITS[unit])
-  return size(found[1], found[2]), size(found[3], found[4])
+  return int(float(found[1]) * _UNITS[found[2]])
 
 
-def device_memory(step, memory, wanted, limit) -> dict[str, Any]:
+def device_memory(step: steps.Step, memory, wanted) -> dict[str, Any]:
   """Bytes of one device by what they hold."""
   out: dict[str, Any] = dict(step.bytes)
   if memory is None:
     total = wanted + step.unread
     out |= {'total': total, 'fits_compiler': False}
     out['temporaries'] = total - sum(step.bytes.values())
-    out['compiler_limit'] = limit
     return {'device_bytes': out}
   held = sum(step.bytes.values())
   out |= {
