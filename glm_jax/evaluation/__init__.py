@@ -30,6 +30,7 @@ _PUBLIC = {  # name -> the module that defines it
   'score_copies': 'glm_jax.evaluation.probes',
   'score_needles': 'glm_jax.evaluation.probes',
   'score_tokens': 'glm_jax.evaluation.scoring',
+  'selection_agreement': 'glm_jax.evaluation.overlap',
   'selection_overlap': 'glm_jax.evaluation.overlap',
   'share_index': 'glm_jax.evaluation.sharing',
   'window_nats': 'glm_jax.evaluation.scoring',

@@ -141,3 +141,32 @@ def _buckets(k: int, T: int) -> list[tuple[int, int]]:
   while edges[-1] < T:
     edges.append(min(2 * edges[-1], T))
   return list(zip(edges[:-1], edges[1:]))
+
+
+def selection_agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
+  """Mean share of a query's keys that two selections have in common.
+
+  Serving and training that select different keys for the same tokens compute
+  different probabilities (known fault 52): replay one in the other
+  (`training.forward.trunk`), or know how far they agree.
+
+  Args:
+    ours: [..., k] int32 positions in any order, -1 for none.
+    theirs: the same, for the same queries.
+
+  Returns:
+    From 0 to 1, over the queries that select anything.
+  """
+  a, b = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (ours, theirs))
+  if a.shape != b.shape:
+    raise ValueError(f'selections of {ours.shape} and {theirs.shape} differ')
+  size = int(max(a.max(), b.max(), 0)) + 1
+  total = count = 0
+  for rows in np.array_split(np.arange(len(a)), max(len(a) // 4096, 1)):
+    first, second = selection_bits(a[rows], size), selection_bits(b[rows], size)
+    number = lambda bits: np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
+    largest = np.maximum(number(first), number(second))
+    some = largest > 0
+    total += (number(first & second)[some] / largest[some]).sum()
+    count += some.sum()
+  return float(total / max(count, 1))
