@@ -162,9 +162,11 @@ def _operation(service: Service) -> fastapi.APIRouter:
   """Routes for those who run the server."""
   router = fastapi.APIRouter(default_response_class=Response)
 
-  @router.get('/health', responses=_ok('Alive.'))
+  @router.get('/health', responses=_ERRORS | _ok('Alive.'))
   async def health() -> Response:
-    """200 while the process lives."""
+    """200 while the process and its engine live."""
+    if not service.alive:
+      raise ApiError(503, 'the engine has failed', code='engine_failed')
     return JsonResponse({'status': 'ok'})
 
   @router.get('/ready', responses=_ERRORS | _ok('Ready.'))

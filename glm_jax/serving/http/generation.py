@@ -12,7 +12,7 @@ from glm_jax.serving.request import EngineStream, Output, Request
 
 # A refusal (queue full, bad request) comes at once; a first token may take
 # minutes. After this wait a stream opens its response and sees.
-_REFUSAL_SECONDS = 0.5
+_REFUSAL_SECONDS = 5.0
 
 
 class Generation:

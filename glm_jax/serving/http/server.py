@@ -62,6 +62,10 @@ class Server(uvicorn.Server):
     if self._on_started is not None:
       self._on_started(self.url)
 
+  async def on_tick(self, counter: int) -> bool:
+    """Says whether to end; without an engine there is nothing to serve."""
+    return await super().on_tick(counter) or not self._service.alive
+
   async def shutdown(self, sockets=None):
     """Closes the port, drains, and waits for what it had to cancel."""
     await super().shutdown(sockets)

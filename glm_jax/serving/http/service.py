@@ -105,6 +105,11 @@ class Service:
     self._longest_text = _longest_text(model)
 
   @property
+  def alive(self) -> bool:
+    """The engine has not failed, or says nothing about that."""
+    return getattr(self.engine, 'alive', True)
+
+  @property
   def tokenizer(self) -> Tokenizer:
     """The tokenizer; refuses the request where there is none."""
     if self.model.tokenizer is None:

@@ -1,0 +1,136 @@
+"""How many cache pages fit, and what context and concurrency that gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+
+from glm_jax.cache import init_cache
+from glm_jax.config import ModelConfig
+from pallas_kernels.tiling import PAGE, cdiv
+
+# Of host memory, where the device has none of its own: a cache beside the
+# user's other programs, as other servers do it.
+_HOST_BYTES = 4 << 30
+_HOST_SHARE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """What a cache of so many pages can hold.
+
+  Attributes:
+    num_pages: pages of 64 tokens.
+    page_bytes: of one page over all layers, as allocated.
+    max_model_len: tokens of one request at most.
+  """
+
+  num_pages: int
+  page_bytes: int
+  max_model_len: int
+
+  @property
+  def cache_bytes(self) -> int:
+    """Bytes of all pages."""
+    return self.num_pages * self.page_bytes
+
+  @property
+  def concurrency(self) -> float:
+    """Requests of the largest length that fit at once."""
+    return self.num_pages / cdiv(self.max_model_len, PAGE)
+
+
+def page_bytes(config: ModelConfig, dtype: str) -> int:
+  """Bytes of one page of 64 tokens: every layer and plane, padding included."""
+  page = jax.eval_shape(lambda: init_cache(config, 1, dtype=dtype))
+  arrays = jax.tree.leaves(page)
+  return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+def workspace_bytes(
+  config: ModelConfig, *, rows: int, drawn: int, context: int
+) -> int:
+  """Bytes that a step needs beside weights and cache, estimated.
+
+  Args:
+    config: the model.
+    rows: rows of a step at most.
+    drawn: rows of a step at most that get logits.
+    context: keys that a row may see.
+  """
+  # Logits, their sort with its indices, probabilities: float32 each.
+  logits = 6 * 4 * drawn * config.vocab_size
+  hidden = 12 * 4 * rows * config.hidden_size
+  # One bounded block of index scores over the whole context.
+  scores = 2 * 4 * 8 * context
+  return logits + hidden + scores
+
+
+def available_bytes(utilization: float) -> int:
+  """Bytes that are free for a cache on the default device.
+
+  Args:
+    utilization: share of the device's memory that may be used at all; what
+      is in use already (the weights) is taken off. Without device memory,
+      half of the free host memory, 4 GiB at most.
+  """
+  stats = jax.devices()[0].memory_stats()
+  if stats and 'bytes_limit' in stats:
+    limit = int(stats['bytes_limit'] * utilization)
+    return limit - stats.get('bytes_in_use', 0)
+  free = os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+  return min(int(free * _HOST_SHARE), _HOST_BYTES)
+
+
+def fit(
+  config: ModelConfig,
+  *,
+  dtype: str,
+  memory: int,
+  max_num_seqs: int,
+  max_model_len: int | None = None,
+  num_pages: int | None = None,
+) -> Size:
+  """The pages and the context that fit into `memory`.
+
+  Args:
+    config: the model.
+    dtype: of the cache.
+    memory: bytes for pages.
+    max_num_seqs: requests at once; more pages than they can fill, with as
+      many again for prefixes, are not taken.
+    max_model_len: asked for; None for the largest that fits.
+    num_pages: asked for; None for what fits.
+
+  Returns:
+    The size.
+
+  Raises:
+    ValueError: what was asked for does not fit, or exceeds the model window.
+  """
+  window = config.max_position_embeddings
+  if max_model_len is not None and not 2 <= max_model_len <= window:
+    raise ValueError(
+      f'{max_model_len=} must be 2 to {window}, the window of the model'
+    )
+  size = page_bytes(config, dtype)
+  pages = num_pages
+  if pages is None:
+    wanted = cdiv(max_model_len or window, PAGE)
+    pages = min(memory // size, 2 * max_num_seqs * wanted)
+    if pages < 1:
+      raise ValueError(
+        f'no page of {size} bytes fits into the {memory} bytes that are left '
+        'for the cache: use a smaller kv_cache_dtype, fewer max_num_seqs or '
+        'more memory'
+      )
+  longest = min(window, pages * PAGE)
+  if max_model_len is not None and max_model_len > longest:
+    raise ValueError(
+      f'{max_model_len=} needs {cdiv(max_model_len, PAGE)} pages of {size} '
+      f'bytes, and {pages} fit: use at most --max_model_len={longest}'
+    )
+  return Size(int(pages), size, max_model_len or longest)

@@ -1,0 +1,323 @@
+r"""Serves a model over HTTP, as OpenAI's clients expect.
+
+  python launch/serve.py --model=DIR
+  curl http://127.0.0.1:8000/v1/chat/completions \
+    -H 'Content-Type: application/json' \
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+Everything is compiled before the port opens. The first SIGTERM or SIGINT
+closes the port and lets running requests finish; exit code 0 means that the
+server ended because it was told to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+
+from absl import flags
+from etils import epath
+
+from glm_jax import cli
+
+_MODEL = flags.DEFINE_string(
+  'model',
+  None,
+  'Checkpoint directory, published or orbax format; default: glm-nano.',
+)
+_NAMES = flags.DEFINE_list(
+  'served_model_name', [], "Names for clients; default: the directory's."
+)
+_LOAD_FORMAT = flags.DEFINE_enum(
+  'load_format',
+  'auto',
+  ['auto', 'dummy'],
+  "'dummy' takes random weights for a config or preset: for tests.",
+)
+_HOST = flags.DEFINE_string(
+  'host', '127.0.0.1', 'Address to listen on; 0.0.0.0 opens it to others.'
+)
+_PORT = flags.DEFINE_integer('port', 8000, 'Port; 0 takes a free one.')
+_KEYS = flags.DEFINE_string(
+  'api_key_file', None, 'File with one key a line, asked for by all paths.'
+)
+_MAX_LEN = flags.DEFINE_integer(
+  'max_model_len', None, 'Tokens of a request; default: as many as fit.'
+)
+_MAX_SEQS = flags.DEFINE_integer('max_num_seqs', 64, 'Requests at once.')
+_MAX_ROWS = flags.DEFINE_integer(
+  'max_num_batched_tokens', 512, 'Rows of one step, drafts included.'
+)
+_MAX_QUEUE = flags.DEFINE_integer(
+  'max_waiting_requests', 1024, 'Requests that may wait; more get 429.'
+)
+_DRAFTS = flags.DEFINE_integer(
+  'num_speculative_tokens',
+  None,
+  'Drafts of a round; default: 5 if the model has a drafter, else 0.',
+)
+_DTYPE = flags.DEFINE_string(
+  'dtype', 'auto', "Compute dtype: 'auto' (the config's), 'bf16' or 'f32'."
+)
+_WEIGHT_DTYPE = flags.DEFINE_string(
+  'weight_dtype', 'auto', "'auto' (the checkpoint's), 'bf16', 'f32' or 'fp8'."
+)
+_CACHE_DTYPE = flags.DEFINE_string(
+  'kv_cache_dtype', 'auto', "'auto', 'bf16', 'f32' or 'fp8'."
+)
+_UTILIZATION = flags.DEFINE_float(
+  'gpu_memory_utilization', 0.9, 'Share of device memory to use, TPU too.'
+)
+_CACHE_BYTES = flags.DEFINE_integer(
+  'kv_cache_memory_bytes', None, 'Bytes of the cache; default: what is left.'
+)
+_PAGES = flags.DEFINE_integer(
+  'num_gpu_blocks_override', None, 'Pages of 64 tokens, instead of bytes.'
+)
+_PREFIX = flags.DEFINE_bool(
+  'enable_prefix_caching', True, 'Share the pages of equal beginnings.'
+)
+_HOST_GIB = flags.DEFINE_float(
+  'kv_offloading_size', 0.0, 'GiB of host memory for evicted pages.'
+)
+_DISK = flags.DEFINE_string(
+  'disk_cache_dir', None, 'Directory that keeps prefixes over a restart.'
+)
+_DETERMINISTIC = flags.DEFINE_bool(
+  'deterministic', False, 'Bits do not depend on the batch. Slower.'
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Of requests that bring none.')
+_COMPILED = flags.DEFINE_string(
+  'compilation_cache_dir',
+  '~/.cache/glm_jax/compiled',
+  "Keeps compiled programs over restarts; '' for none.",
+)
+_LOG_REQUESTS = flags.DEFINE_bool(
+  'enable_log_requests', False, 'Log prompts and parameters too.'
+)
+_TIMEOUT = flags.DEFINE_float(
+  'request_timeout', None, 'Seconds after which a request is ended.'
+)
+_DRAIN = flags.DEFINE_float(
+  'shutdown_timeout', 600.0, 'Seconds that running requests get at the end.'
+)
+_BODY = flags.DEFINE_integer('max_body_bytes', 32 << 20, 'Of one request.')
+# vLLM's command lines name these; there is one answer to each here.
+flags.DEFINE_enum('tool_call_parser', 'glm47', ['glm47'], 'Always on.')
+flags.DEFINE_enum('reasoning_parser', 'glm45', ['glm45'], 'Always on.')
+flags.DEFINE_bool('enable_auto_tool_choice', True, 'Always on.')
+_JSON = flags.DEFINE_string(
+  'json', None, 'Write the URL and the sizes to this file when ready.'
+)
+
+
+def read_keys(path: str | None) -> tuple[str, ...]:
+  """API keys of a file, one a line."""
+  if path is None:
+    return ()
+  text = epath.Path(path).expanduser().read_text()
+  keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+  if not keys:
+    raise cli.UserError(f'--api_key_file={path} holds no key')
+  return keys
+
+
+def read_sampling(path: str | None) -> dict[str, float]:
+  """Sampling defaults of a checkpoint's generation_config.json."""
+  file = path and epath.Path(path) / 'generation_config.json'
+  if not file or not file.exists():
+    return {}
+  found = json.loads(file.read_text())
+  names = ('temperature', 'top_p', 'top_k', 'min_p')
+  given = {name: found[name] for name in names if found.get(name) is not None}
+  if found.get('do_sample') is False:
+    given['temperature'] = 0.0
+  return given
+
+
+def load():
+  """(model, directory or None, name) as the flags say."""
+  import jax
+
+  from glm_jax import checkpoints, init_model, presets
+
+  name = _MODEL.value or checkpoints.EMBEDDED.name
+  if _LOAD_FORMAT.value == 'dummy':
+    path = cli.resolve_model_path(name, presets=presets.PRESETS)
+    config = checkpoints.load_config(path)
+    dtype = config.dtype if _DTYPE.value == 'auto' else _DTYPE.value
+    make = jax.jit(lambda key: init_model(config, key, dtype=dtype))
+    cli.log(f'random weights for {name}: its answers mean nothing')
+    return make(jax.random.key(_SEED.value)), None, name
+  path = None
+  if name != checkpoints.EMBEDDED.name or epath.Path(name).exists():
+    path = cli.resolve_model_path(name)
+  model = checkpoints.load_model(
+    path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value
+  )
+  directory = os.fspath(checkpoints.EMBEDDED) if path is None else path
+  return model, directory, epath.Path(directory).name
+
+
+def sized(model, drafts: int):
+  """The cache that fits beside the model, printed."""
+  from glm_jax.cache import cache_dtype
+  from glm_jax.serving import sizing
+
+  dtype = 'f32' if str(model.embed.dtype) == 'float32' else 'auto'
+  if _CACHE_DTYPE.value != 'auto':
+    dtype = _CACHE_DTYPE.value
+  dtype = cache_dtype(model.config, dtype)
+  memory = _CACHE_BYTES.value
+  if memory is None:
+    window = model.config.max_position_embeddings
+    memory = sizing.available_bytes(_UTILIZATION.value)
+    memory -= sizing.workspace_bytes(
+      model.config,
+      rows=_MAX_ROWS.value,
+      drawn=_MAX_SEQS.value * (drafts + 1) + 8,
+      context=_MAX_LEN.value or window,
+    )
+  size = sizing.fit(
+    model.config,
+    dtype=dtype,
+    memory=memory,
+    max_num_seqs=_MAX_SEQS.value,
+    max_model_len=_MAX_LEN.value,
+    num_pages=_PAGES.value,
+  )
+  chosen = '' if _MAX_LEN.value else ', the largest that fits'
+  cli.log(
+    f'max_model_len {size.max_model_len}{chosen}; cache of {size.num_pages} '
+    f'pages ({64 * size.num_pages} tokens, {dtype}, '
+    f'{size.cache_bytes / 2**30:.2f} GiB); maximum concurrency for '
+    f'{size.max_model_len} tokens: {size.concurrency:.2f}x; {drafts} drafts'
+  )
+  return size, dtype
+
+
+def start_engine(model, size, dtype: str, drafts: int, eos):
+  """A running engine with every shape compiled."""
+  from glm_jax.plan import ROW_TILE, LocalPlan
+  from glm_jax.serving.async_engine import AsyncEngine
+  from glm_jax.serving.config import EngineConfig
+  from glm_jax.serving.engine import Engine
+  from pallas_kernels import dispatch
+
+  config = EngineConfig(
+    max_model_len=size.max_model_len,
+    num_pages=size.num_pages,
+    max_num_seqs=_MAX_SEQS.value,
+    max_num_batched_tokens=_MAX_ROWS.value,
+    num_speculative_tokens=drafts,
+    kv_cache_dtype=dtype,
+    enable_prefix_caching=_PREFIX.value,
+    max_queue=_MAX_QUEUE.value,
+    host_cache_bytes=int(_HOST_GIB.value * 2**30),
+    disk_cache_dir=_DISK.value,
+    eos_token_ids=tuple(eos),
+    seed=_SEED.value,
+  )
+  plan = LocalPlan(row_tile=ROW_TILE if _DETERMINISTIC.value else None)
+  engine = AsyncEngine(Engine(model, config, plan))
+  begin = time.perf_counter()
+  engine.start()
+  engine.wait_until_ready()
+  cli.log(f'compiled every shape in {time.perf_counter() - begin:.1f} s')
+  for choice in dispatch.choices():
+    kernels = f', kernels {choice.kernels}' if choice.kernels else ''
+    cli.log(f'{choice.op}: {choice.implementation}{kernels}')
+  return engine
+
+
+def set_up() -> None:
+  """Logging, and the cache of compiled programs."""
+  import jax
+
+  logging.basicConfig(
+    level=logging.WARNING,
+    stream=sys.stderr,
+    format='%(asctime)s %(levelname)s %(name)s: %(message)s',
+  )
+  logging.getLogger('glm_jax').setLevel(logging.INFO)
+  if _COMPILED.value:
+    folder = os.path.expanduser(_COMPILED.value)
+    jax.config.update('jax_compilation_cache_dir', folder)
+
+
+def main() -> bool:
+  keys = read_keys(_KEYS.value)
+  try:
+    from glm_jax.serving import http
+  except ModuleNotFoundError as error:
+    raise cli.UserError(
+      f"serving needs {error.name}: pip install 'glm-jax[serve]'"
+    ) from None
+  from glm_jax.text import Tokenizer, read_eos_token_ids
+
+  set_up()
+  begin = time.perf_counter()
+  model, directory, name = load()
+  cli.log(f'loaded {name} in {time.perf_counter() - begin:.1f} s')
+  drafts = _DRAFTS.value
+  if drafts is None:
+    drafts = 0 if model.mtp is None else 5
+  eos = read_eos_token_ids(directory) if directory else ()
+  eos = tuple(sorted({*eos, *model.config.eos_token_ids}))
+  tokenizer = directory and Tokenizer.load(directory, eos_token_ids=eos)
+  if tokenizer is None:
+    cli.log('no tokenizer: completions take and give token ids alone')
+  size, dtype = sized(model, drafts)
+  engine = start_engine(model, size, dtype, drafts, eos)
+  served = http.ServedModel(
+    names=tuple(_NAMES.value) or (name,),
+    vocab_size=model.config.vocab_size,
+    max_model_len=size.max_model_len,
+    tokenizer=tokenizer,
+    eos_ids=eos,
+    sampling=read_sampling(directory),
+  )
+  options = http.ServerOptions(
+    api_keys=keys,
+    max_body_bytes=_BODY.value,
+    request_seconds=_TIMEOUT.value,
+    log_requests=_LOG_REQUESTS.value,
+  )
+  app = http.create_app(engine, served, options, on_shutdown=engine.drain)
+
+  def started(url: str) -> None:
+    cli.log(f'listening on {url}{" (no API key)" if not keys else ""}')
+    if _JSON.value:
+      cli.write_json(
+        _JSON.value,
+        {
+          'url': url,
+          'model': served.names[0],
+          'max_model_len': size.max_model_len,
+          'num_pages': size.num_pages,
+          'concurrency': size.concurrency,
+          'num_speculative_tokens': drafts,
+          'kv_cache_dtype': dtype,
+        },
+      )
+
+  server = http.Server(
+    app,
+    host=_HOST.value,
+    port=_PORT.value,
+    drain_seconds=_DRAIN.value,
+    on_started=started,
+  )
+  server.run()
+  error = engine.error
+  engine.stop()
+  if error is not None:
+    cli.log(f'the engine has failed: {error!r}')
+  return server.url != '' and error is None
+
+
+if __name__ == '__main__':
+  cli.run(main)
