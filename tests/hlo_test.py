@@ -132,6 +132,15 @@ class CostTest(parameterized.TestCase):
     self.assertEqual(cost.declared, 3 * 1000)
     self.assertEqual(cost.bytes, 3 * 77 + self._loop_bytes())
 
+  def test_kernels_that_declare_nothing_are_named(self):
+    text = (
+      '%y = f32[8,16] custom-call(%x), custom_call_target="tpu_custom_call", '
+      'metadata={op_name="jit(f)/quiet"}'
+    )
+    loops = Loops()
+    self.assertEqual(module_cost(loop_text(text), loops).flops, 0)
+    self.assertEqual(loops.silent, {'jit(f)/quiet'})
+
   def _loop_bytes(self):
     """Of everything but the loop's work."""
     empty = '%y = f32[8,16] bitcast(%x)'

@@ -73,6 +73,7 @@ def measured(total=20 * GB, cache=5 * GB, transfers=(), **changes):
     operations=[],
     loops_assumed={},
     loops_unknown=[],
+    kernels_without_cost=[],
     seconds_to_compile=1.0,
     slot_bytes=0,
   ) | changes  # fmt: skip
@@ -403,6 +404,18 @@ class StepTest(parameterized.TestCase):
       self.assertEqual(got.sharding, want.sharding)
     record = capacity.largest_record(config, physical=True)
     self.assertEqual(slots, 2 * record * 1024)
+
+
+class ExpertTilesTest(parameterized.TestCase):
+  def test_rows_of_one_rank(self):
+    tiles = lambda **o: steps.expert_tiles(request(**o))
+    # 8 choices over 256 ranks: one rank runs one, the others wait for it.
+    self.assertEqual(tiles(), 1)
+    # 64 ranks hold 4 experts each; 32 rows choose 256 in all, 4 a rank.
+    few = dict(topology='v6e:8x8', mesh=MeshShape(context=64))
+    self.assertEqual(tiles(batch=32, **few), 4)
+    # 65,536 rows choose 8 of 256 experts, one a rank: 2,048 rows of 256.
+    self.assertEqual(tiles(step='prefill', chunk=65_536), 8)
 
 
 class OptionsTest(parameterized.TestCase):

@@ -26,6 +26,7 @@ _FREE = (
   'optimization-barrier', 'copy-done', 'async-update', 'async-done',
   'all-gather-done', 'all-reduce-done', 'collective-permute-done', 'domain',
 )  # fmt: skip
+_KERNEL = 'tpu_custom_call'  # of Pallas
 _THROUGH = ('bitcast', 'convert', 'copy', 'reshape', 'transpose')
 
 
@@ -64,18 +65,20 @@ class Cost:
 
 
 class Loops:
-  """How often loops run whose length is data.
+  """How often loops run whose length is data, and what could not be counted.
 
   Attributes:
     counts: trips by pattern of `op_name`; the first that matches counts.
     unknown: `op_name` of each loop that no pattern matches; it counts once.
     assumed: `op_name` of the others, with what was assumed.
+    silent: `op_name` of kernels that declare no cost: their FLOPs count as 0.
   """
 
   def __init__(self, counts: Mapping[str, float] | None = None):
     self.counts = dict(counts or {})
     self.unknown: set[str] = set()
     self.assumed: dict[str, float] = {}
+    self.silent: set[str] = set()
 
   def trips(self, frame: Frame, loop: Instruction) -> float:
     """Trips of a loop: read from the program, else by pattern, else 1."""
@@ -146,15 +149,17 @@ def instruction_cost(
   if code == 'custom-call':
     if 'branch0' in called:  # a program of the SparseCore
       return inner(called['branch0'])
-    return _declared(instruction, moved)
+    return _declared(instruction, moved, loops)
   work = _flops(frame.computation, instruction)
   return dataclasses.replace(work, bytes=moved)
 
 
-def _declared(instruction: Instruction, moved: float) -> Cost:
+def _declared(instruction: Instruction, moved: float, loops: Loops) -> Cost:
   """What a kernel says of itself; its operands, if it says nothing."""
   text = instruction.attribute(r'"cost_estimate":\{([^}]*)\}')
   if text is None:
+    if instruction.attribute(r'custom_call_target="(\w+)') == _KERNEL:
+      loops.silent.add(instruction.op_name)
     return Cost(bytes=moved)
   of = lambda name: float((re.findall(rf'"{name}":"?(\d+)', text) or [0])[0])
   flops, declared = of('flops'), of('bytes_accessed')

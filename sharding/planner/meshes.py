@@ -106,7 +106,12 @@ def cache_bytes(request: PlanRequest) -> float:
 
 
 def estimated_bytes(request: PlanRequest) -> float:
-  """Bytes of weights and cache on one device."""
+  """Bytes of weights and cache on one device; in training, of the optimiser.
+
+  Trained weights and both moments are float32.
+  """
+  if request.step == 'train':
+    return 3 * weight_bytes(request.config, request.mesh, 'f32')
   weights = weight_bytes(request.config, request.mesh, request.weight_dtype)
   return weights + cache_bytes(request)
 

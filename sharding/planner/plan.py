@@ -185,6 +185,7 @@ class PodPlan:
       'operations': m['operations'],
       'loops_assumed': m['loops_assumed'],
       'loops_unknown': m['loops_unknown'],
+      'kernels_without_cost': m['kernels_without_cost'],
       'seconds_to_compile': m['seconds_to_compile'],
       'host_bytes_to_compile': m.get('host_bytes'),
       'request': options,

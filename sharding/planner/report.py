@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from sharding.planner.plan import EVIDENCE, PodPlan
 
 _GB = 1e9
-_PARTS = ('weights', 'cache', 'state', 'padding', 'outputs', 'temporaries',
-          'program')  # fmt: skip
+_PARTS = (
+  'weights',
+  'optimiser',
+  'cache',
+  'state',
+  'padding',
+  'outputs',
+  'temporaries',
+  'program',
+)
 
 
 def table(plan: PodPlan) -> str:
@@ -56,6 +64,8 @@ def _work(plan: PodPlan) -> list[str]:
     out.append(f'assumed: {trips:g} trips of {name}')
   for name in m['loops_unknown']:
     out.append(f'length unknown, counted once: {name}')
+  for name in m['kernels_without_cost']:
+    out.append(f'declares no cost, FLOPs counted as 0: {name}')
   return out
 
 
@@ -111,7 +121,7 @@ def markdown(plans: Sequence[tuple[str, PodPlan | str]]) -> str:
 
 def _chip_gb(plan: PodPlan, part: str) -> str:
   per_chip = plan.chip.devices_per_chip
-  return f'{plan.measured["device_bytes"][part] * per_chip / _GB:.2f}'
+  return f'{plan.measured["device_bytes"].get(part, 0) * per_chip / _GB:.2f}'
 
 
 def plot(plans: Sequence[tuple[str, PodPlan | str]], path: str) -> None:

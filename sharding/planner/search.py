@@ -128,7 +128,9 @@ def _guess(plan: PodPlan, fit: str, unit: int) -> int:
   device = plan.measured['device_bytes']
   per_chip = plan.chip.devices_per_chip
   left = (plan.chip.limit_bytes - plan.hbm_bytes_per_chip) / per_chip
-  grows = device['cache'] + device['state'] + max(device['temporaries'], 0) / 2
+  grows = (
+    device.get('cache', 0) + device['state'] + max(device['temporaries'], 0) / 2
+  )
   scale = 1 + 0.98 * left / grows
   return max(int(_size(plan, fit) * scale) // unit * unit, 0)
 

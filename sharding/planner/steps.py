@@ -19,10 +19,12 @@ from glm_jax.decoding import DecodeState, decode_step, prefill_step
 from glm_jax.model import Model, abstract_model
 from glm_jax.sampling import sampling_params
 from glm_jax.speculative import SpeculativeState, speculative_step
+from pallas_kernels.grouped_matmul.xla import default_tile
 from sharding.base import ShardedPlan
 from sharding.mesh import make_mesh
 from sharding.planner.request import PlanRequest
 from sharding.planner.topology import topology_devices
+from sharding.planner.train_step import train_call
 from sharding.rules import abstract_sharded
 from sharding.sharded_cache import ShardedCache
 
@@ -65,9 +67,15 @@ def lower(request: PlanRequest) -> Step:
   """
   mesh = make_mesh(request.mesh, topology_devices(request.topology))
   if request.step == 'train':
-    from sharding.planner.train_step import lower_train
-
-    return lower_train(request, mesh)
+    step, (state, batch) = train_call(request, mesh)
+    held = {
+      'weights': device_bytes(state.params),
+      'optimiser': device_bytes(state.moments),
+      'state': device_bytes(batch),
+    }
+    traced = step.trace(state, batch)
+    lowered = traced.lower(lowering_platforms=('tpu',))
+    return Step(lowered, held, 0, 0, data_loops(request))
   plan = cache_plan(request, mesh)
   model = abstract_sharded(
     abstract_model(request.config, weight_dtype=request.weight_dtype),
@@ -204,7 +212,30 @@ def data_loops(request: PlanRequest) -> dict[str, float]:
   """Trips of loops whose length is data, in the case that is planned for.
 
   Drafting makes all its drafts. Passes for more candidates than are provided
-  for (scope 'overflow') do not happen.
+  for (scope 'overflow') do not happen. Rows are even over experts.
   """
   drafts = max(request.num_speculative_tokens - 1, 1)
-  return {r'overflow': 0, r'^jit\(speculative_step\)/while$': drafts}
+  return {
+    'overflow': 0,
+    r'feed_forward/.*while$': expert_tiles(request),
+    r'^jit\(speculative_step\)/while$': drafts,
+  }
+
+
+def expert_tiles(request: PlanRequest) -> int:
+  """Tiles of one grouped product on a rank that has its share of rows.
+
+  At least one: where fewer rows than ranks choose experts, some rank runs
+  one, and the others wait for it.
+  """
+  c = request.config.moe
+  ranks = request.mesh.data * request.mesh.context
+  own = max(c.num_experts // ranks, 1)
+  pairs = math.ceil(request.rows * c.experts_per_token / ranks)
+  groups = min(own, pairs)
+  # The product is given room for all rows, whoever they belong to.
+  room = request.rows * min(c.experts_per_token, own)
+  if request.rows >= ranks * 256:
+    room = min(room, 2 * pairs + 8 * ranks)
+  tile = default_tile(room, own)
+  return groups * math.ceil(pairs / groups / tile)

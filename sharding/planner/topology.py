@@ -18,6 +18,10 @@ _LIBTPU = (
   "libtpu is missing: it compiles for TPUs on any Linux host, install it "
   "with pip install 'glm-jax[plan]'"
 )  # fmt: skip
+_BUSY = (
+  'another process of this host has loaded libtpu: wait for it, or set '
+  'ALLOW_MULTIPLE_LIBTPU_LOAD=1 where both only compile'
+)
 _FLAT = ('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16')
 _CUBES = (
   '2x2x1', '2x2x2', '2x2x4', '2x4x4', '4x4x4', '4x4x8', '4x8x8', '8x8x8',
@@ -106,6 +110,8 @@ def topology_devices(topology: str) -> list[jax.Device]:
     )
   except Exception as error:  # what libtpu raises has no class of its own
     reason = str(error).strip().splitlines()
+    if 'lockfile' in str(error):
+      raise ValueError(_BUSY) from error
     raise ValueError(
       f'topology {topology!r} does not exist for libtpu: '
       f'{reason[0] if reason else type(error).__name__}; slices are '

@@ -185,6 +185,7 @@ def module_figures(
     'collectives': collective_totals(moves),
     'loops_assumed': loops.assumed,
     'loops_unknown': sorted(loops.unknown),
+    'kernels_without_cost': sorted(loops.silent),
   }
 
 
