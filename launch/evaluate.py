@@ -13,7 +13,12 @@ r"""What a model makes of held-out text, beyond its mean loss.
 that the config shares (share), or demands an indexer in every layer
 (per_layer). `--share_index=FFFSSS..` lets a model that has one in every layer
 share all the same. `--against=FILE` sets losses by position beside another
-run's JSON, window by window.
+run's JSON, window by window; so does, for several seeds and without a model,
+
+  python launch/evaluate.py --results=A0,A1,A2 --against=B0,B1,B2 --json=FILE
+
+whose column `upper` is the mean difference and two standard errors (of seeds
+or windows, the larger) as a share of the other loss.
 """
 
 from __future__ import annotations
@@ -69,8 +74,13 @@ _DTYPE = flags.DEFINE_string(
   'dtype', 'auto', "Compute dtype: 'auto' (the config's), 'bf16' or 'f32'."
 )
 _ORDER = flags.DEFINE_integer('order', 5, 'Longest n-gram.')
-_AGAINST = flags.DEFINE_string(
-  'against', None, 'JSON of another run: its losses by position are compared.'
+_RESULTS = flags.DEFINE_list(
+  'results',
+  None,
+  'JSON of earlier runs, one a seed: compare them, run nothing.',
+)
+_AGAINST = flags.DEFINE_list(
+  'against', None, 'JSON of other runs, whose losses by position are compared.'
 )
 _JSON = flags.DEFINE_string('json', None, 'Write the result to this file.')
 _PLOTS = flags.DEFINE_string('plots', None, 'Directory for pictures.')
@@ -195,24 +205,8 @@ class Evaluation:
     _table(rows, 'position', nats='nats', standard_error='s.e.')
     result = {'loss': losses.loss, 'by_position': rows, 'losses': losses}
     if _AGAINST.value:
-      result['against'] = self._against(losses)
+      result['against'] = compare([losses], read_losses(_AGAINST.value))
     return result
-
-  def _against(self, losses):
-    from glm_jax.evaluation import PositionLosses, paired_difference
-
-    other = epath.Path(_AGAINST.value).expanduser()
-    try:
-      content = json.loads(other.read_text())['position']['losses']
-    except (json.JSONDecodeError, KeyError, TypeError):
-      raise cli.UserError(
-        f'--against={_AGAINST.value} holds no position suite of this launcher'
-      ) from None
-    rows = paired_difference([losses], [PositionLosses.from_json(content)])
-    print(f'loss above that of {_AGAINST.value}, window by window')
-    names = dict(error_windows='s.e.', upper_share='upper share')
-    _table(rows, 'position', difference='nats', **names)
-    return rows
 
   def overlap(self):
     from glm_jax.evaluation import full_windows, selection_overlap
@@ -266,6 +260,33 @@ class Evaluation:
       f'{result["nats_in_windows"]:.4f} in the windows of the position suite'
     )
     return result
+
+
+def read_losses(paths: list[str]):
+  """Losses by position of other runs of this launcher."""
+  from glm_jax.evaluation import PositionLosses
+
+  found = []
+  for path in paths:
+    try:
+      content = json.loads(epath.Path(path).expanduser().read_text())
+      found.append(PositionLosses.from_json(content['position']['losses']))
+    except (json.JSONDecodeError, KeyError, TypeError):
+      raise cli.UserError(
+        f'{path} holds no position suite of this launcher'
+      ) from None
+  return found
+
+
+def compare(ours, theirs) -> list[dict]:
+  """Prints and returns differences of losses, one of each for every seed."""
+  from glm_jax.evaluation import paired_difference
+
+  rows = paired_difference(ours, theirs)
+  print(f'loss above that of {",".join(_AGAINST.value)}, window by window')
+  names = dict(error_windows='s.e.', error_seeds='s.e. (seeds)')
+  _table(rows, 'position', difference='nats', **names, upper_share='upper')
+  return rows
 
 
 def sha256_of(file) -> str:
@@ -329,6 +350,13 @@ def origin() -> dict:
 
 
 def main() -> None:
+  if _RESULTS.value:
+    if not _AGAINST.value:
+      raise cli.UserError('--results needs --against: files to compare with')
+    rows = compare(read_losses(_RESULTS.value), read_losses(_AGAINST.value))
+    if _JSON.value:
+      cli.write_json(_JSON.value, origin() | {'against': rows})
+    return
   if not _CORPUS.value:
     raise cli.UserError('--corpus=DIR is needed; --help shows an example')
   suites = wanted_suites()

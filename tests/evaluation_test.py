@@ -358,15 +358,22 @@ class LaunchTest(parameterized.TestCase):
     self._against_itself(folder, flags)
 
   def _against_itself(self, folder, flags):
-    done = _launch(
-      folder, *flags[1:], '--suite=position', '--against=result.json',
-      '--json=again.json',
-    )  # fmt: skip
+    flags = [*flags[1:], '--suite=position', '--against=result.json']
+    done = _launch(folder, *flags, '--json=again.json')
     assert done.returncode == 0, done.stderr
-    rows = json.loads((folder / 'again.json').read_text())['position'][
-      'against'
-    ]
+    found = json.loads((folder / 'again.json').read_text())
+    rows = found['position']['against']
     assert all(row['difference'] == row['upper'] == 0 for row in rows)
+    again, first = ['again.json'] * 2, ['result.json'] * 2
+    done = _launch(
+      folder,
+      f'--results={",".join(again)}',
+      f'--against={",".join(first)}',
+      '--json=pairs.json',
+    )
+    assert done.returncode == 0, done.stderr
+    pairs_found = json.loads((folder / 'pairs.json').read_text())['against']
+    assert [row['error_seeds'] for row in pairs_found] == [0] * len(rows)
 
   @parameterized.parameters(
     (('--suite=needle',), 'needle must be some of'),
@@ -376,6 +383,7 @@ class LaunchTest(parameterized.TestCase):
       "no such directory or file: 'nowhere'",
     ),
     (('--suite=ngram', '--corpus=nowhere'), 'is not a directory'),
+    (('--results=a.json',), 'needs --against'),
   )
   def test_bad_input_is_one_line(self, flags, message):
     done = _launch(_corpus(), *flags)
