@@ -8,7 +8,7 @@ CPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost
 # The oracle's torch, where there is none yet; any build will do.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-long test-tpu validate lint clean
+.PHONY: demo soak test test-long test-tpu validate lint clean
 
 demo: $(VENV)/.validate
 	$(CPU) $(BIN)/python launch/demo.py
@@ -21,6 +21,9 @@ test-long: $(VENV)/.dev
 
 test-tpu: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -s -m tpu --durations=8
+
+soak: $(VENV)/.dev
+	$(CPU) $(BIN)/python launch/soak.py --requests=300
 
 validate: $(VENV)/.validate
 	$(CPU) $(BIN)/python launch/demo.py --only_validate
