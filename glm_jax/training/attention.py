@@ -19,8 +19,8 @@ from glm_jax.mla import Mla
 from glm_jax.training.windows import (
   Keys,
   Queries,
+  Selection,
   pool_slots,
-  slots_mask,
   visible,
   visible_slots,
 )
@@ -34,7 +34,7 @@ def attend(
   mla: Mla,
   q: jax.Array,
   rows: jax.Array,
-  slots: jax.Array | None,
+  selection: Selection | None,
   queries: Queries,
   keys: Keys,
   *,
@@ -48,7 +48,7 @@ def attend(
     mla: the layer's weights.
     q: [B, R, N, nope + P] queries after RoPE.
     rows: [B, S, latent + P] normed latents, then rotary keys.
-    slots: [B, R, k] selected slots; None for all visible rows.
+    selection: slots ('gather') or a mask; None for all visible rows.
     queries: where the query rows stand.
     keys: what stands at each row.
     implementation: one of `IMPLEMENTATIONS`.
@@ -62,8 +62,10 @@ def attend(
   B, R = q.shape[:2]
   S = rows.shape[1]
   if implementation == 'gather':
-    if slots is None:
+    if selection is None:
       slots = visible_slots(queries, keys)
+    else:
+      slots = selection.slots
     out, _ = topk_gather_attention(
       mla.absorb(q.reshape(B * R, *q.shape[2:])),
       rows.reshape(B * S, -1),
@@ -74,10 +76,10 @@ def attend(
       block_bytes=block_bytes,
     )
     return mla.output(out)
-  if slots is None:
+  if selection is None:
     mask = visible(queries, keys)
   else:
-    mask = slots_mask(slots, S)
+    mask = selection.as_mask(S)
   k, v = _expand(mla, rows)
   if implementation == 'cudnn':
     out = jax.nn.dot_product_attention(

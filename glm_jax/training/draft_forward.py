@@ -152,16 +152,22 @@ def _whole_layer(model, windows, state, options, form, offset, j):
     )
     aux = {'load': load[None]}
     if options.kl_stride:
-      loss = index_loss(attended.index, attended.slots, [attended.target], step)
+      loss = index_loss(
+        attended.index,
+        attended.selection,
+        mtp.block.topk,
+        [attended.target],
+        step,
+      )
       aux['kl'] = loss[None]
-    return mtp.norm(x), (attended.rows, attended.slots), aux
+    return mtp.norm(x), (attended.rows, attended.selection), aux
 
   g, kept, aux = remat(run, options)(mtp, model.embed[...], state)
   return g.reshape(state.shape).astype(state.dtype), kept, aux
 
 
 def _shared(model, windows, state, options, form, offset):
-  g, (rows, slots), aux = _whole_layer(
+  g, (rows, selection), aux = _whole_layer(
     model, windows, state, options, form, offset, 0
   )
   mtp, c = drafter(model), model.config
@@ -169,7 +175,7 @@ def _shared(model, windows, state, options, form, offset):
   some = lambda a: strided(a, form.stride, place)
   first = _pass(model, windows, options, form, offset, 0)
   queries = jax.tree.map(some, first.keys.queries)
-  slots = some(slots) if options.sparse else None
+  chosen = jax.tree.map(some, selection) if options.sparse else None
   position = some(windows.positions[:, : windows.rows])
   live = (queries.segment > 0).reshape(-1)
   state = some(g).reshape(-1, g.shape[-1])
@@ -188,7 +194,7 @@ def _shared(model, windows, state, options, form, offset):
       attention,
       q.reshape(B, R, *q.shape[1:]),
       rows,
-      slots,
+      chosen,
       queries,
       first.keys,
       implementation=options.attention_here,

@@ -33,6 +33,7 @@ from glm_jax.rope import rope_tables
 from glm_jax.training.attention import IMPLEMENTATIONS, attend
 from glm_jax.training.windows import (
   Keys,
+  Selection,
   Windows,
   pool_slots,
   select,
@@ -122,13 +123,13 @@ class Attended(NamedTuple):
 
   Attributes:
     rows: [B, S, latent + P] the layer's rows.
-    slots: [B, S, k] the selection in force, None if dense.
+    selection: in force; None if dense.
     index: (queries, weights, keys) of a full layer's indexer, else None.
     target: [T', k] attention shares at the rows with an indexer loss.
   """
 
   rows: jax.Array
-  slots: jax.Array | None
+  selection: Selection | None
   index: tuple | None
   target: jax.Array | None
 
@@ -149,14 +150,14 @@ def make_pass(
 
 
 def run_attention(
-  block: Block, x: jax.Array, slots: jax.Array | None, step: Pass
+  block: Block, x: jax.Array, selection: Selection | None, step: Pass
 ) -> tuple[jax.Array, Attended]:
   """The attention half of a layer.
 
   Args:
     block: the layer.
     x: [B * S, D].
-    slots: the selection of the full layer below; a full layer ignores it.
+    selection: of the full layer below; a full layer ignores it.
     step: what all layers share.
 
   Returns:
@@ -174,13 +175,16 @@ def run_attention(
     index = block.indexer(*inputs, step.cos, step.sin)
     index = tuple(map(windowed, index))
     if o.sparse:
-      slots = select(*index, step.keys, block.topk, o.chunk)
-      slots = checkpoint_name(slots, 'selection')
+      as_mask = o.attention_here != 'gather'
+      selection = select(
+        *index, step.keys, block.topk, o.chunk, as_mask=as_mask
+      )
+      selection = checkpoint_name(selection, 'selection')
   out = attend(
     mla,
     q,
     rows,
-    slots if o.sparse else None,
+    selection if o.sparse else None,
     step.keys.queries,
     step.keys,
     implementation=o.attention_here,
@@ -193,30 +197,32 @@ def run_attention(
     target = losses.attention_target(
       lax.stop_gradient(mla.absorb(some.reshape(-1, *some.shape[2:]))),
       rows.reshape(B * S, -1),
-      pool_slots(_loss_slots(slots, step), S),
+      pool_slots(_loss_slots(selection, block.topk, step), S),
       scale=mla.config.scale,
       latent_width=mla.config.kv_lora_rank,
       block_bytes=o.block_bytes,
     )
     target = checkpoint_name(target, 'target')
-  return x + out, Attended(rows, slots, index, target)
+  return x + out, Attended(rows, selection, index, target)
 
 
-def _loss_slots(slots, step: Pass) -> jax.Array:
+def _loss_slots(selection, k: int, step: Pass) -> jax.Array:
   """Keys of the rows with an indexer loss, [B, S / stride, k]."""
   stride, offset = step.options.kl_stride, step.offset
   if step.options.sparse:
-    return strided(slots, stride, offset)
+    return selection.strided(stride, offset).as_slots(k)
   some = lambda a: strided(a, stride, offset)
   return visible_slots(jax.tree.map(some, step.keys.queries), step.keys)
 
 
-def index_loss(index: tuple, slots, targets: Sequence, step: Pass) -> jax.Array:
+def index_loss(
+  index: tuple, selection, k: int, targets: Sequence, step: Pass
+) -> jax.Array:
   """KL of a full layer's scores to the mean of the layers it serves."""
   o = step.options
   q, w, keys = index
   B, S = step.keys.segment.shape
-  ids = pool_slots(_loss_slots(slots, step), S)
+  ids = pool_slots(_loss_slots(selection, k, step), S)
   flat = lambda a: strided(a, o.kl_stride, step.offset).reshape(
     -1, *a.shape[2:]
   )
@@ -282,17 +288,17 @@ def run_group(
   Returns:
     x, and 'kl' (a scalar, with `kl_stride`) and 'load' [moe layers, E].
   """
-  slots, index, targets, loads = None, None, [], []
+  selection, index, targets, loads = None, None, [], []
   for block, own in zip(blocks, experts):
-    x, attended = run_attention(block, x, slots, step)
-    slots = attended.slots
+    x, attended = run_attention(block, x, selection, step)
+    selection = attended.selection
     index = attended.index if block.indexer is not None else index
     targets.append(attended.target)
     x, load = run_feed_forward(block, own, x, step.live, step.options)
     loads += [] if load is None else [load]
   aux = {}
   if step.options.kl_stride:
-    aux['kl'] = index_loss(index, slots, targets, step)
+    aux['kl'] = index_loss(index, selection, block.topk, targets, step)
   if loads:
     aux['load'] = jnp.stack(loads)
   return x, aux

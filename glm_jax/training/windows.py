@@ -4,6 +4,9 @@ A batch is B windows of S rows. A row is named by its place in its window, so
 "slots" below are 0 .. S - 1, -1 for none. A row sees the rows of its own
 segment up to itself; for the drafter, whose slot 0 is empty, those from
 position `first` on. There is no cache: a window's rows are all there is.
+
+What rows attend to is a list of slots where rows are gathered, and a mask
+where attention runs over all keys: then nothing is sorted.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from jax import lax
 
 from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.streaming_topk.reference import comparable
+from pallas_kernels.streaming_topk.threshold import top_mask
 from pallas_kernels.tiling import PAGE, dot
 
 
@@ -118,6 +122,38 @@ def strided(a: jax.Array, stride: int, offset: jax.Array | int) -> jax.Array:
   return lax.dynamic_index_in_dim(parts, offset, 2, keepdims=False)
 
 
+class Selection(NamedTuple):
+  """What rows attend to; one of the two, the other is None.
+
+  Attributes:
+    slots: [B, R, k] int32 in no order, -1 for none.
+    mask: [B, R, S] bool.
+  """
+
+  slots: jax.Array | None
+  mask: jax.Array | None
+
+  def strided(self, stride: int, offset: jax.Array | int) -> Selection:
+    """Of every `stride`-th row."""
+    return jax.tree.map(lambda a: strided(a, stride, offset), self)
+
+  def as_slots(self, k: int) -> jax.Array:
+    """[B, R, k] int32 slots; of a mask, ascending, then -1."""
+    if self.slots is not None:
+      return self.slots
+    S = self.mask.shape[-1]
+    left = S - jnp.arange(S, dtype=jnp.int32)
+    found, slots = lax.top_k(jnp.where(self.mask, left, 0), min(k, S))
+    slots = jnp.where(found > 0, slots, -1)
+    missing = k - slots.shape[-1]
+    pads = ((0, 0), (0, 0), (0, missing))
+    return jnp.pad(slots, pads, constant_values=-1)
+
+  def as_mask(self, size: int) -> jax.Array:
+    """[B, R, size] bool."""
+    return slots_mask(self.slots, size) if self.mask is None else self.mask
+
+
 def select(
   index_q: jax.Array,
   w: jax.Array,
@@ -125,7 +161,9 @@ def select(
   keys: Keys,
   k: int,
   chunk: int,
-) -> jax.Array:
+  *,
+  as_mask: bool = False,
+) -> Selection:
   """The k best visible keys of every row; no gradient.
 
   Args:
@@ -135,18 +173,46 @@ def select(
     keys: what stands at each row.
     k: keys wanted.
     chunk: rows whose [I, S] products exist at once.
+    as_mask: give a mask instead of slots.
 
   Returns:
-    [B, S, k] int32 slots in no order, -1 for none. Equal scores go to the
-    lower slot, as in `streaming_topk`.
+    The selection. Equal scores go to the lower slot, as in `streaming_topk`.
   """
   index_q, w, index_keys = lax.stop_gradient((index_q, w, index_keys))
-  B, S = w.shape[:2]
+  S = w.shape[1]
   chunk = min(chunk, S)
   if S % chunk:
     raise ValueError(f'{chunk=} must divide the window of {S} rows')
-  n = S // chunk
-  width = min(k, S)
+  # A row sees no key behind itself: each part of the rows needs a prefix.
+  parts = 4 if S % (4 * chunk) == 0 else 1
+  chosen = []
+  for part in range(parts):
+    start, end = part * S // parts, (part + 1) * S // parts
+    queries = Queries(*(a[:, start:end] for a in keys.queries))
+    seen = Keys(keys.segment[:, :end], keys.position[:, :end], keys.first)
+    some = _select_rows(
+      index_q[:, start:end],
+      w[:, start:end],
+      index_keys[:, :end],
+      queries,
+      seen,
+      k,
+      chunk,
+      as_mask,
+    )
+    size = S if as_mask else k
+    pads = ((0, 0), (0, 0), (0, size - some.shape[-1]))
+    none = False if as_mask else -1
+    chosen.append(jnp.pad(some, pads, constant_values=none))
+  whole = jnp.concatenate(chosen, axis=1)
+  return Selection(None, whole) if as_mask else Selection(whole, None)
+
+
+def _select_rows(index_q, w, index_keys, queries, keys, k, chunk, as_mask):
+  """Mask [B, R, S] or slots [B, R, min(k, S)] of some rows."""
+  B, R = w.shape[:2]
+  n = R // chunk
+  width = min(k, keys.segment.shape[1])
 
   def best(xs):
     q, w, queries, b = xs
@@ -156,11 +222,12 @@ def select(
     # One pass over the products; a matmul would need their relu in memory.
     scores = comparable(jnp.sum(relu(dots) * w[:, :, None], axis=1))
     scores = jnp.where(visible(queries, own), scores, -jnp.inf)
+    if as_mask:
+      return top_mask(scores, k)
     winners, slots = lax.top_k(scores, width)
-    return jnp.where(winners > -jnp.inf, slots, -1)
+    return jnp.where(winners > -jnp.inf, slots, -1).astype(jnp.int32)
 
   cut = lambda a: a.reshape(B * n, chunk, *a.shape[2:])
-  parts = (*map(cut, (index_q, w)), jax.tree.map(cut, keys.queries))
-  slots = lax.map(best, (*parts, jnp.repeat(jnp.arange(B), n)))
-  slots = slots.reshape(B, S, width).astype(jnp.int32)
-  return jnp.pad(slots, ((0, 0), (0, 0), (0, k - width)), constant_values=-1)
+  rows = (*map(cut, (index_q, w)), jax.tree.map(cut, queries))
+  found = lax.map(best, (*rows, jnp.repeat(jnp.arange(B), n)))
+  return found.reshape(B, R, -1)
