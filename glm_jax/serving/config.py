@@ -80,6 +80,11 @@ class EngineConfig:
     for name, good, need in rules:
       if not good:
         raise ValueError(f'{name}={getattr(self, name)} must be {need}')
+    if self.disk_cache_dir is not None and not self.host_cache_bytes:
+      raise ValueError(
+        f'disk_cache_dir={self.disk_cache_dir!r} needs host_cache_bytes: '
+        'pages pass through host memory'
+      )
     if not self.num_speculative_tokens <= self.most_drafts <= 8:
       raise ValueError(
         f'num_speculative_tokens={self.num_speculative_tokens} and '

@@ -14,12 +14,13 @@ import dataclasses
 import time
 from typing import Any
 
-import numpy as np
-
 from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
 from glm_jax.serving.config import EngineConfig, buckets
+from glm_jax.serving.disk_tier import DiskTier
 from glm_jax.serving.filters import FilterError, propose
+from glm_jax.serving.host_tier import HostTier
+from glm_jax.serving.intake import Intake
 from glm_jax.serving.request import (
   FinishReason,
   InvalidRequest,
@@ -31,8 +32,9 @@ from glm_jax.serving.request import (
 from glm_jax.serving.runner import Runner
 from glm_jax.serving.scheduler import Scheduler, StepPlan
 from glm_jax.serving.sequence import Sequence, State
-from glm_jax.serving.steps import MAX_STOP_IDS, StepResult
+from glm_jax.serving.steps import StepResult
 from glm_jax.serving.store import PageStore
+from glm_jax.serving.tally import Tally
 from pallas_kernels.tiling import cdiv
 
 
@@ -42,6 +44,8 @@ class Engine:
   Attributes:
     config: what it was made with.
     runner: the device's side.
+    host: the host tier, or None.
+    disk: the disk tier, or None.
     store: the pages.
     scheduler: queues and slots.
   """
@@ -62,19 +66,21 @@ class Engine:
       )
     self.config = config
     self.runner = runner or Runner(model, config, plan or LocalPlan())
-    self._with_drafter = config.most_drafts > 0
+    self.disk, self.host = self._tiers(config)
     self.store = PageStore(
       config.num_pages,
       self.runner,
-      with_drafter=self._with_drafter,
+      root=self.runner.root if self.disk is not None else b'root',
+      tier=self.host,
+      with_drafter=config.most_drafts > 0,
       caching=config.enable_prefix_caching,
       debug=config.debug,
     )
     self.scheduler = Scheduler(config, buckets(config), self.store)
     eos = config.eos_token_ids
-    self._eos = model.config.eos_token_ids if eos is None else eos
-    self._vocab = model.config.vocab_size
-    self._words = cdiv(self._vocab, 32)
+    eos = model.config.eos_token_ids if eos is None else eos
+    self._intake = Intake(config, model.config.vocab_size, eos)
+    self._words = cdiv(model.config.vocab_size, 32)
     self._live: dict[str, Sequence] = {}
     self._flying: collections.deque[tuple[StepPlan, StepResult]] = (
       collections.deque()
@@ -82,12 +88,29 @@ class Engine:
     self._outputs: list[Output] = []
     self._arrivals = 0
     self._draining = False
-    self._finished = dict.fromkeys(
-      ('stop', 'length', 'abort', 'deadline', 'error'), 0
+    self._tally = Tally(config.most_drafts)
+
+  def _tiers(self, config: EngineConfig):
+    """The disk and the host tier; None for those that are off."""
+    runner, disk = self.runner, None
+    if not config.host_cache_bytes:
+      return None, None
+    if config.disk_cache_dir is not None:
+      disk = DiskTier(
+        config.disk_cache_dir,
+        runner.root,
+        config.disk_cache_bytes,
+        runner.to_device,
+      )
+    host = HostTier(
+      config.host_cache_bytes,
+      runner.record_bytes,
+      runner.to_device,
+      pinned=runner.pinned,
+      checksums=config.debug,
+      below=disk,
     )
-    self._tokens = {'prompt': 0, 'generation': 0}
-    self._pace = 1.0  # seconds between finished requests, smoothed
-    self._last_finish: float | None = None
+    return disk, host
 
   # The interface.
 
@@ -95,12 +118,15 @@ class Engine:
     """See `request.EngineCore`."""
     if self._draining:
       raise QueueFull('the engine shuts down', 30.0, draining=True)
-    seq = self._sequence(request)
+    if request.request_id in self._live:
+      raise InvalidRequest(f'request_id={request.request_id!r} is in use')
+    seq = self._intake.sequence(request, self._arrivals + 1)
     if len(self.scheduler.waiting) >= self.config.max_queue:
-      wait = min(max(self._pace * len(self.scheduler.waiting), 1.0), 300.0)
+      waiting = len(self.scheduler.waiting)
       raise QueueFull(
-        f'{len(self.scheduler.waiting)} requests wait already', wait
+        f'{waiting} requests wait already', self._tally.wait_estimate(waiting)
       )
+    self._arrivals += 1
     self._live[request.request_id] = seq
     self.scheduler.add(seq)
 
@@ -112,6 +138,11 @@ class Engine:
     self._finish(seq, 'abort')
     return True
 
+  @property
+  def steps_in_flight(self) -> int:
+    """Steps dispatched whose tokens are not read."""
+    return len(self._flying)
+
   def has_work(self) -> bool:
     """See `request.EngineCore`."""
     return bool(self._live or self._flying or self._outputs)
@@ -120,9 +151,13 @@ class Engine:
     """See `request.EngineCore`."""
     now = time.monotonic()
     self._expire(now)
-    plan = self.scheduler.schedule(now)
+    if self.host is not None:
+      self.host.poll()
+    plan = self.scheduler.schedule(now, idle=not self._flying)
     if plan:
       self._dispatch(plan)
+    elif not self._flying:
+      self.store.offload(self.config.restore_window)
     ahead = self.config.steps_ahead if plan else 0
     while len(self._flying) > ahead:
       self._read(*self._flying.popleft())
@@ -140,6 +175,15 @@ class Engine:
     """See `request.EngineCore`."""
     self._draining = True
 
+  def close(self) -> None:
+    """Keeps every cached page on disk, where there is a disk tier; waits."""
+    self.drain()
+    if self.disk is None:
+      return
+    self.store.offload(self.config.num_pages)
+    self.host.sink()
+    self.disk.close()
+
   def warm_up(self) -> int:
     """Compiles every shape; returns how many."""
     return self.runner.warm_up()
@@ -150,86 +194,14 @@ class Engine:
     Returns:
       'requests': waiting, running, finished by reason; 'tokens': prompt and
       generation; 'pages': used, idle, free, total; 'prefix': see
-      `store.PageStore.counts`; 'steps', 'rows', 'preemptions', 'in_flight'.
+      `store.PageStore.counts`; 'host' and 'disk': bytes and counts of a
+      tier, or None; 'drafts': rounds, drafted and accepted by place;
+      'steps', 'rows', 'preemptions', 'corrupted', 'in_flight',
+      'page_tokens'.
     """
-    pool = self.store.pool
-    return {
-      'requests': {
-        'waiting': len(self.scheduler.waiting),
-        'running': len(self.scheduler.running),
-        'finished': dict(self._finished),
-      },
-      'tokens': dict(self._tokens),
-      'pages': {
-        'used': pool.num_used,
-        'idle': pool.num_idle,
-        'free': pool.num_free,
-        'total': pool.num_pages,
-      },
-      'prefix': dict(self.store.counts),
-      'steps': self.runner.steps,
-      'rows': dict(self.runner.rows),
-      'preemptions': self.scheduler.preemptions,
-      'in_flight': len(self._flying),
-    }
+    return self._tally.report(self)
 
   # Requests.
-
-  def _sequence(self, request: Request) -> Sequence:
-    """Checks a request."""
-    p, n = request.sampling, len(request.prompt_ids)
-    if request.request_id in self._live:
-      raise InvalidRequest(f'request_id={request.request_id!r} is in use')
-    if not n:
-      raise InvalidRequest('the prompt is empty: give at least one token')
-    window = self.config.max_model_len
-    new = window - n if p.max_new_tokens is None else p.max_new_tokens
-    if new < 1 or n + new > window:
-      raise InvalidRequest(
-        f'{n} prompt tokens and max_new_tokens={p.max_new_tokens} exceed the '
-        f'window of {window}: shorten one of them'
-      )
-    pages = cdiv(n + new, 64)
-    if pages > self.config.num_pages:
-      raise InvalidRequest(
-        f'{n} prompt tokens and {new} new ones need {pages} cache pages; the '
-        f'engine has {self.config.num_pages}'
-      )
-    ids = np.asarray(request.prompt_ids, np.int64)
-    bad = (ids < 0) | (ids >= self._vocab)
-    if bad.any():
-      raise InvalidRequest(
-        f'token id {ids[bad.argmax()]} in the prompt: ids are 0 to '
-        f'{self._vocab - 1}'
-      )
-    drafts = p.num_speculative_tokens
-    drafts = self.config.num_speculative_tokens if drafts is None else drafts
-    if drafts > self.config.most_drafts:
-      raise InvalidRequest(
-        f'num_speculative_tokens={drafts} exceeds the engine limit of '
-        f'{self.config.most_drafts}'
-      )
-    eos = frozenset(p.stop_token_ids) | (
-      frozenset() if p.ignore_eos else frozenset(self._eos)
-    )
-    if len(eos) > MAX_STOP_IDS:
-      raise InvalidRequest(
-        f'{len(eos)} stop ids: at most {MAX_STOP_IDS}, the eos ids included'
-      )
-    self._arrivals += 1
-    seed = self.config.seed + self._arrivals if p.seed is None else p.seed
-    return Sequence(
-      request=request,
-      arrival=self._arrivals,
-      limit=n + new,
-      drafts=drafts,
-      eos=eos,
-      seed=seed % 2**32,
-      ids=ids.tolist(),
-      drafted=[0] * self.config.most_drafts,
-      accepted=[0] * self.config.most_drafts,
-      times={'arrival': time.monotonic()},
-    )
 
   def _expire(self, now: float) -> None:
     late = [
@@ -252,11 +224,7 @@ class Engine:
     """Ends a sequence; everything that it holds goes back now."""
     self.scheduler.remove(seq)
     del self._live[seq.request.request_id]
-    self._finished[reason] += 1
-    now = time.monotonic()
-    if self._last_finish is not None:
-      self._pace += 0.1 * (now - self._last_finish - self._pace)
-    self._last_finish = now
+    self._tally.finished(reason)
     self._emit(seq, new, logprobs, reason, error)
 
   def _emit(self, seq, new, logprobs, reason=None, error=None) -> None:
@@ -296,7 +264,7 @@ class Engine:
         seq.state = State.DECODE
         seq.in_flight += 1
         seq.ahead += 1
-        self._tokens['prompt'] += seq.prompt_tokens
+        self._tally.prompt(seq)
 
   def _filter(self, plan: StepPlan):
     """Proposals of filtered sequences; ends those whose filter fails."""
@@ -336,11 +304,7 @@ class Engine:
       if seq.state is State.DONE or not counts[i]:
         continue
       if drafted[i]:
-        seq.rounds += 1
-        for j in range(drafted[i]):
-          seq.drafted[j] += 1
-        for j in range(accepted[i]):
-          seq.accepted[j] += 1
+        self._tally.round(seq, drafted[i], accepted[i])
       row = i * result.tokens.shape[1]
       self._take(seq, tokens[i][: counts[i]], ended[i], bad[i], result, row)
     rows = result.tokens.size
@@ -362,11 +326,12 @@ class Engine:
   def _take(self, seq, new, ended, bad, result, row) -> None:
     """New tokens of one sequence."""
     if bad:
+      self._tally.corrupted()
       self._finish(seq, 'error', error='the model gave NaN logits')
       return
     seq.ids += new
     seq.newest, seq.settled = len(new), ended
-    self._tokens['generation'] += len(new)
+    self._tally.tokens(len(new))
     logprobs = None
     if seq.request.sampling.logprobs is not None:
       logprobs = _logprobs(

@@ -64,6 +64,10 @@ class PagePool:
     """Pages that a sequence holds."""
     return self.num_pages - self.available
 
+  def idle_pages(self) -> list[int]:
+    """Idle pages, the next to be evicted first."""
+    return list(self._idle)
+
   def references(self, page: int) -> int:
     """Sequences that hold a page."""
     self._check(page)

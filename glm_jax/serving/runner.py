@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence as Seq
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm_jax.cache import init_cache
+from glm_jax.cache import cache_dtype, init_cache
 from glm_jax.drafting import DraftOptions, drafter
 from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
@@ -67,6 +68,12 @@ _set_entries = jax.jit(
 )
 
 
+@jax.jit
+def _first_numbers(leaves):
+  """A few numbers of every weight: enough to tell checkpoints apart."""
+  return [a[(*(0,) * (a.ndim - 1), slice(8))] for a in leaves if a.ndim]
+
+
 @functools.cache
 def _extract(sharding):
   """A page's record, written to where `sharding` says."""
@@ -96,6 +103,8 @@ class Runner:
   Attributes:
     buckets: the shapes that steps are padded to.
     with_drafter: the drafter's rows are kept.
+    record_bytes: bytes of one page's record.
+    pinned: records lie in pinned host memory, not in numpy arrays.
     steps: steps dispatched.
     rows: rows dispatched, padding not counted, of prompts and of decoding.
   """
@@ -120,8 +129,10 @@ class Runner:
     cache = init_cache(model.config, config.num_pages, dtype=dtype, plan=plan)
     self.record_bytes = records.record_bytes(cache)
     host = host_sharding(cache.latents) if pinned else None
-    self._pinned = host
+    self.pinned = host is not None
     self._extract = _extract(host)
+    self._root: bytes | None = None
+    self._describe = model.config, cache_dtype(model.config, dtype)
     slots = config.max_num_seqs
     # Committed to where they live: page moves are, and jit tells them apart.
     small = _beside(cache.latents.sharding)
@@ -142,6 +153,16 @@ class Runner:
     self._debug = config.debug
     self._open: dict[tuple[int, ...], tuple] = {}
     self._words = cdiv(model.config.vocab_size, 32)
+
+  @property
+  def root(self) -> bytes:
+    """What rows depend on besides the tokens: config, dtype, weights."""
+    if self._root is None:
+      seen = hashlib.blake2b(repr(self._describe).encode(), digest_size=16)
+      for first in jax.device_get(_first_numbers(self._leaves)):
+        seen.update(np.ascontiguousarray(first).tobytes())
+      self._root = seen.digest()
+    return self._root
 
   @property
   def cache(self):
@@ -314,7 +335,7 @@ class Runner:
   def extract(self, page: int) -> dict[str, jax.Array]:
     """A page's record on its way to the host."""
     record = self._extract(self._state.cache, np.int32(page))
-    if self._pinned is None:
+    if not self.pinned:
       for part in record.values():
         part.copy_to_host_async()
     return record

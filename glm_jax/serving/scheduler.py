@@ -105,11 +105,12 @@ class Scheduler:
       self.waiting.remove(seq)
     seq.state = State.DONE
 
-  def schedule(self, now: float) -> StepPlan:
+  def schedule(self, now: float, *, idle: bool) -> StepPlan:
     """Admits, restores and plans the next step.
 
     Args:
       now: monotonic seconds.
+      idle: no step is in flight: the device may wait for a transfer.
 
     Returns:
       The plan; what it holds counts as dispatched from here on.
@@ -118,7 +119,7 @@ class Scheduler:
     decode = self._decode()
     rows = sum(1 + k for _, k in decode)
     prefill = self._prefill(max(self._config.max_num_batched_tokens - rows, 8))
-    self._restore(idle=not (decode or prefill))
+    self._restore(idle=idle and not (decode or prefill))
     if not (decode or prefill):
       prefill = self._prefill(self._config.max_num_batched_tokens)
     # Prompts may have sent a planned request back for its pages.

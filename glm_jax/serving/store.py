@@ -111,7 +111,7 @@ class PageStore:
       return Hit()
     ids, n = seq.ids, len(seq.ids)
     seq.keys = chain(self.index.root, ids, seq.keys)
-    below = self.tier.has if self.tier else lambda key: False
+    below = self.tier.has if self.tier is not None else lambda key: False
     match = self.index.match(ids, seq.keys, below)
     pages, source = match.pages, match.tail
     tokens = len(pages) * PAGE + match.common
@@ -293,13 +293,25 @@ class PageStore:
     del seq.pages[block:]
     self._device.set_row(seq.slot, seq.pages)
 
+  def offload(self, most: int) -> None:
+    """Copies idle pages down before their place is needed, oldest first."""
+    if self.tier is None:
+      return
+    for page in self.pool.idle_pages():
+      entry = self.index.of_page(page)
+      if len(entry.tokens) == PAGE and not self.tier.has(entry.key):
+        if not most:
+          return
+        most -= 1
+        self.tier.put(entry.key, self._device.extract(page))
+
   def flush(self) -> None:
     """Forgets every page that no sequence holds, in all tiers."""
     for page in self.index.pages():
       if not self.pool.references(page):
         self.index.remove(page)
         self.pool.forget(page)
-    if self.tier:
+    if self.tier is not None:
       self.tier.clear()
 
   def flush_changes(self) -> None:
@@ -317,7 +329,9 @@ class PageStore:
   def _evicted(self, page: int) -> None:
     entry = self.index.remove(page)
     self.counts['evicted_pages'] += 1
-    if self.tier and entry is not None and len(entry.tokens) == PAGE:
+    if (
+      self.tier is not None and entry is not None and len(entry.tokens) == PAGE
+    ):
       if not self.tier.has(entry.key):
         self.tier.put(entry.key, self._device.extract(page))
 

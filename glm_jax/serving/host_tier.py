@@ -1,0 +1,225 @@
+"""Pages in host memory: where they go when the device needs their place.
+
+A record leaves the device in the order of dispatch and arrives when it
+arrives; nobody waits. On the way back a transfer is started, and the page is
+filled once the transfer is there, so that the steps of others go on
+meanwhile. Records are pinned while a sequence counts on them. In debug mode
+each record carries a checksum, taken when it has arrived in host memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from glm_jax.serving.records import checksum
+
+Record = dict[str, Any]  # by pool: jax arrays, or numpy arrays
+
+
+class Transfer(Protocol):
+  """A record on its way up to the device."""
+
+  def ready(self) -> bool:
+    """Whether `result` would not wait."""
+
+  def result(self) -> Record | None:
+    """The record on the device; None if it could not be had."""
+
+
+class LowerTier(Protocol):
+  """Where records go from here: `disk_tier.DiskTier`."""
+
+  def has(self, key: bytes) -> bool:
+    """Whether the record is there."""
+
+  def put(self, key: bytes, record: Record) -> None:
+    """Takes a record of numpy arrays."""
+
+  def fetch(self, key: bytes) -> Transfer | None:
+    """Starts to bring a record."""
+
+  def clear(self) -> None:
+    """Forgets everything."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Stored:
+  record: Record
+  arrived: bool = False
+  crc: int | None = None
+
+
+class Arrays:
+  """A transfer that is a dispatched copy."""
+
+  def __init__(self, record: Record):
+    self._record = record
+
+  def ready(self) -> bool:
+    """Whether every part has arrived."""
+    return all(part.is_ready() for part in self._record.values())
+
+  def result(self) -> Record:
+    """The record; steps that read it wait on the device."""
+    return self._record
+
+
+class HostTier:
+  """Records of full pages in host memory, the longest unused going first.
+
+  Attributes:
+    budget_bytes: bytes of records at most.
+    record_bytes: bytes of one.
+    counts: records put, fetched, dropped, refused and found corrupt.
+  """
+
+  def __init__(
+    self,
+    budget_bytes: int,
+    record_bytes: int,
+    to_device: Callable[[Record], Record],
+    *,
+    pinned: bool,
+    checksums: bool = False,
+    below: LowerTier | None = None,
+  ):
+    if budget_bytes < record_bytes:
+      raise ValueError(
+        f'host_cache_bytes={budget_bytes} holds no page: one page takes '
+        f'{record_bytes} bytes'
+      )
+    self.budget_bytes, self.record_bytes = budget_bytes, record_bytes
+    self.counts = dict.fromkeys(
+      ('put', 'fetched', 'dropped', 'refused', 'corrupt'), 0
+    )
+    self._to_device = to_device
+    self._pinned = pinned
+    self._checksums = checksums
+    self._below = below
+    self._stored: collections.OrderedDict[bytes, _Stored]
+    self._stored = collections.OrderedDict()
+    self._pins: collections.Counter[bytes] = collections.Counter()
+    self._coming: collections.deque[bytes] = collections.deque()
+
+  def __len__(self) -> int:
+    return len(self._stored)
+
+  @property
+  def used_bytes(self) -> int:
+    """Bytes of all records."""
+    return len(self._stored) * self.record_bytes
+
+  @property
+  def pinned_records(self) -> int:
+    """Records that a sequence counts on."""
+    return len(self._pins)
+
+  def report(self) -> dict[str, int]:
+    """Bytes, budget and counts."""
+    used, budget = self.used_bytes, self.budget_bytes
+    return {'bytes': used, 'budget': budget, **self.counts}
+
+  def keys(self) -> list[bytes]:
+    """Every record here, the longest unused first."""
+    return list(self._stored)
+
+  def has(self, key: bytes) -> bool:
+    """Whether the record is here or below."""
+    if key in self._stored:
+      return True
+    return self._below is not None and self._below.has(key)
+
+  def put(self, key: bytes, record: Record) -> None:
+    """Takes a record; others make room, or it is refused."""
+    if key in self._stored:
+      self._stored.move_to_end(key)
+      return
+    while self.used_bytes + self.record_bytes > self.budget_bytes:
+      if not self._drop_one():
+        self.counts['refused'] += 1
+        return
+    self._stored[key] = _Stored(record)
+    self._coming.append(key)
+    self.counts['put'] += 1
+
+  def poll(self) -> None:
+    """Settles records that have arrived; never waits."""
+    while self._coming:
+      stored = self._stored.get(self._coming[0])
+      if stored is not None and not stored.arrived:
+        parts = stored.record.values()
+        if not all(_is_ready(part) for part in parts):
+          return  # they arrive in the order in which they left
+        self._settle(stored)
+      self._coming.popleft()
+
+  def _settle(self, stored: _Stored) -> None:
+    if not self._pinned:
+      stored.record = jax.device_get(stored.record)
+    if self._checksums:
+      stored.crc = checksum(jax.device_get(stored.record))
+    stored.arrived = True
+
+  def fetch(self, key: bytes) -> Transfer | None:
+    """Starts to bring a record up; None if it is gone or corrupt."""
+    stored = self._stored.get(key)
+    if stored is None:
+      found = self._below.fetch(key) if self._below is not None else None
+      self.counts['fetched'] += found is not None
+      return found
+    if stored.crc is not None:
+      if checksum(jax.device_get(stored.record)) != stored.crc:
+        self.counts['corrupt'] += 1
+        del self._stored[key]
+        return None
+    self._stored.move_to_end(key)
+    self.counts['fetched'] += 1
+    return Arrays(self._to_device(stored.record))
+
+  def pin(self, key: bytes) -> None:
+    """A sequence counts on the record."""
+    self._pins[key] += 1
+
+  def unpin(self, key: bytes) -> None:
+    """It does no more."""
+    if self._pins[key] < 1:
+      raise ValueError(f'record {key.hex()} is not pinned')
+    self._pins[key] -= 1
+    if not self._pins[key]:
+      del self._pins[key]
+
+  def clear(self) -> None:
+    """Forgets every record that nobody counts on, below too."""
+    for key in list(self._stored):
+      if key not in self._pins:
+        del self._stored[key]
+    if self._below is not None:
+      self._below.clear()
+
+  def sink(self) -> None:
+    """Writes every record to the tier below (before a restart); waits."""
+    if self._below is None:
+      return
+    for key, stored in self._stored.items():
+      self._below.put(key, jax.device_get(stored.record))
+
+  def _drop_one(self) -> bool:
+    for key, stored in self._stored.items():
+      if key not in self._pins:
+        del self._stored[key]
+        self.counts['dropped'] += 1
+        # A record that has not arrived would have to be waited for.
+        if self._below is not None and stored.arrived:
+          self._below.put(key, jax.device_get(stored.record))
+        return True
+    return False
+
+
+def _is_ready(part) -> bool:
+  return isinstance(part, np.ndarray) or part.is_ready()
