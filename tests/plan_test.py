@@ -138,6 +138,9 @@ class PlanTest(parameterized.TestCase):
     blocking = fetch(asynchronous=False, hidden=False, times=2.0)
     self.assertIsNone(plan(blocking).smallest_hiding_chunk)
     self.assertIsNone(plan().smallest_hiding_chunk)
+    # The same place in the program is one line of the JSON.
+    (line,) = late.to_json()['transfers']
+    self.assertEqual((line['count'], line['seconds']), (4.0, 1.0 + 3 * 3.0))
     # Links may bound a prefill that arithmetic does not.
     slow = plan(fetch(seconds=10.0, window=20.0))
     chunks = -(-MILLION // 1000)

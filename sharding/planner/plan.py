@@ -144,6 +144,20 @@ class PodPlan:
       return None
     return math.ceil(self.request.chunk * worst)
 
+  def _by_origin(self) -> list[dict[str, Any]]:
+    """Transfers that come from the same place in the program, together."""
+    keys = ('kind', 'op_name', 'group', 'asynchronous', 'hidden', 'is_fetch')
+    groups: dict[tuple, dict[str, Any]] = {}
+    for move in self.measured['transfers']:
+      key = tuple(move[k] for k in keys)
+      total = groups.setdefault(
+        key, dict(zip(keys, key)) | {'count': 0.0, 'bytes': 0.0, 'seconds': 0.0}
+      )
+      total['count'] += move['times']
+      total['bytes'] += move['times'] * move['bytes']
+      total['seconds'] += move['times'] * move['seconds']
+    return sorted(groups.values(), key=lambda g: -g['bytes'])
+
   def to_json(self) -> dict[str, Any]:
     """Every figure; keys of design section 8 first."""
     r, m = self.request, self.measured
@@ -181,7 +195,7 @@ class PodPlan:
       'memory_seconds': m['memory_seconds'],
       'exposed_transfer_seconds': self.exposed_seconds,
       'collectives': m['collectives'],
-      'transfers': m['transfers'],
+      'transfers': self._by_origin(),
       'operations': m['operations'],
       'loops_assumed': m['loops_assumed'],
       'loops_unknown': m['loops_unknown'],

@@ -122,7 +122,13 @@ class CompiledCostTest(parameterized.TestCase):
     flops = {}
     for name, config in (('shared', own), ('every', every)):
       with tempfile.TemporaryDirectory() as folder:
-        cost = trunk_cost(config, 'v5p:2x2x1', MILLION, pathlib.Path(folder))
+        cost = trunk_cost(
+          config,
+          'v5p:2x2x1',
+          MILLION,
+          pathlib.Path(folder),
+          implementation='xla',
+        )
       expected = accountant.token_flops(config, MILLION, head=False).total
       print(f'\n{name}: {cost.flops / 1e9:.2f} GFLOP compiled, '
             f'{expected / 1e9:.2f} counted')  # fmt: skip
