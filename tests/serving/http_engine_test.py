@@ -28,8 +28,9 @@ def engine():
   model = make_model(small_config(0, vocab_size=VOCAB), 0)
   config = dataclasses.replace(
     CONFIG,
-    max_model_len=256,
-    num_pages=14,
+    max_model_len=512,
+    num_pages=18,
+    context_pages=(8,),
     num_speculative_tokens=3,
     max_speculative_tokens=3,
     draft_counts=(3,),
@@ -46,7 +47,7 @@ def engine():
 
 @pytest.fixture(scope='module')
 def server(engine):
-  model = served_model(max_model_len=256)
+  model = served_model(max_model_len=512)
   with serve(engine, model, max_body_bytes=MAX_BODY) as running:
     yield running
 
@@ -157,7 +158,7 @@ def test_chaos_leaves_nothing_behind(server):
     server.url,
     answers,
     max_body_bytes=MAX_BODY,
-    max_model_len=256,
+    max_model_len=512,
     per_second=60,
   )
   asyncio.run(clients.run(120))
