@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose, run
 from pallas_kernels.tiling import cdiv, within_pool
-from pallas_kernels.topk_gather_attention import backward, reference, xla
+from pallas_kernels.topk_gather_attention import backward, reference, tpu, xla
 from pallas_kernels.topk_gather_attention.rows import SCALE_GROUP, decode_rows
 
 __all__ = ['SCALE_GROUP', 'decode_rows', 'topk_gather_attention']
@@ -21,6 +21,8 @@ __all__ = ['SCALE_GROUP', 'decode_rows', 'topk_gather_attention']
 AVAILABLE = {
   'reference': reference.topk_gather_attention,
   'xla': xla.topk_gather_attention,
+  'tpu': tpu.topk_gather_attention,
+  'interpret': functools.partial(tpu.topk_gather_attention, interpret=True),
 }
 BLOCK_BYTES = 64 << 20
 
@@ -73,9 +75,9 @@ def topk_gather_attention(
     scale: softmax scale; there is no default, since the latent's width is
       not the head's.
     latent_width: R.
-    implementation: None, 'xla' or 'reference'.
-    block_bytes: bytes of gathered rows and logits at once ('xla', and every
-      backward pass).
+    implementation: None, 'tpu', 'interpret', 'xla' or 'reference'.
+    block_bytes: bytes of gathered rows and logits at once ('reference' alone
+      gathers all).
 
   Returns:
     out: [T, N, R] in q's dtype; 0 for a row without any valid slot.
@@ -90,6 +92,10 @@ def topk_gather_attention(
   _check(q, rows, row_scales, slots, latent_width)
   choice = choose('topk_gather_attention', implementation, AVAILABLE)
   args = (q, rows, row_scales, within_pool(slots, rows.shape[0], 'slot'))
-  bounded = functools.partial(AVAILABLE['xla'], block_bytes=block_bytes)
-  forward = functools.partial(run, choice, {**AVAILABLE, 'xla': bounded})
+  bounded = {
+    name: functools.partial(call, block_bytes=block_bytes)
+    for name, call in AVAILABLE.items()
+    if name != 'reference'
+  }
+  forward = functools.partial(run, choice, {**AVAILABLE, **bounded})
   return backward.attend(forward, scale, latent_width, block_bytes, *args)

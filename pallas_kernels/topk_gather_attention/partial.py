@@ -14,15 +14,21 @@ divided by the sum of exp(lse - top), with top the largest lse.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import choose, run
 from pallas_kernels.tiling import within_pool
-from pallas_kernels.topk_gather_attention import xla
+from pallas_kernels.topk_gather_attention import tpu, xla
 
-AVAILABLE = {'xla': xla.partial_attention}
+AVAILABLE = {
+  'xla': xla.partial_attention,
+  'tpu': tpu.partial_attention,
+  'interpret': functools.partial(tpu.partial_attention, interpret=True),
+}
 BLOCK_BYTES = 64 << 20
 
 
@@ -102,7 +108,7 @@ def normalize(
   Returns:
     out [..., R] and lse [...] (natural log); 0 and -inf without rows.
   """
-  some = total > 0
+  some = total != 0  # NaN passes
   total = jnp.where(some, total, 1)
   out = jnp.where(some[..., None], acc / total[..., None], 0)
   return out, jnp.where(some, m + jnp.log(total), -jnp.inf)
@@ -132,9 +138,9 @@ def merge_partials(
   weight = jnp.exp(lse - top)
   wide = out.astype(jnp.promote_types(out.dtype, jnp.float32))
   # A weight of 0 does not silence NaN.
-  share = jnp.where(weight[..., None] > 0, weight[..., None] * wide, 0)
+  share = jnp.where(weight[..., None] != 0, weight[..., None] * wide, 0)
   total, merged = lax.psum((weight, share), axis_name)
-  some = total > 0
+  some = total != 0  # NaN passes
   total = jnp.where(some, total, 1)
   merged = jnp.where(some[..., None], merged / total[..., None], 0)
   lse = jnp.where(some, top + jnp.log(total), -jnp.inf)

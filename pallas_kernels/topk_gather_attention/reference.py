@@ -34,5 +34,5 @@ def topk_gather_attention(
   p = jnp.exp(logits - top)
   total = jnp.sum(p, axis=-1)
   out = dot('tnk,tkr->tnr', p, gathered[..., :latent_width])
-  out = jnp.where(total[..., None] > 0, out / total[..., None], 0)
+  out = jnp.where(total[..., None] != 0, out / total[..., None], 0)
   return out.astype(q.dtype), jnp.log(total) + top[..., 0]

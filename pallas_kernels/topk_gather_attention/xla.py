@@ -52,7 +52,7 @@ def topk_gather_attention(
 
   def attend(q, slots):
     out, top, total = _attend(q, slots, rows, row_scales, scale, latent_width)
-    out = jnp.where(total[..., None] > 0, out / total[..., None], 0)
+    out = jnp.where(total[..., None] != 0, out / total[..., None], 0)
     return out, jnp.log(total) + top
 
   block = _block(q, rows, row_scales, slots, block_bytes)

@@ -168,6 +168,23 @@ class PartialAttentionTest(parameterized.TestCase):
     np.testing.assert_array_equal(ordered, expected)
     np.testing.assert_array_equal(count, [2, 0, 4])
 
+  def test_nan_shows(self):
+    """A shard whose rows hold NaN is neither dropped nor taken for empty."""
+    rows = np.full((4, 256), np.nan, np.float32)
+    q = np.ones((1, 2, R + P), np.float32)
+    slots, count = first_valid(jnp.array([[2, -1]]))
+    parts = partial_attention(
+      q, rows, None, slots, count, scale=SCALE, latent_width=R
+    )
+    out, lse = normalize(*parts)
+    merge = jax.vmap(
+      lambda out, lse: merge_partials(out, lse, 'x'), axis_name='x'
+    )
+    other = jnp.stack([lse, jnp.zeros_like(lse)])
+    merged, merged_lse = merge(jnp.stack([out, jnp.ones_like(out)]), other)
+    for x in (out, lse, merged, merged_lse):
+      self.assertTrue(np.isnan(np.asarray(x)).all())
+
   def test_normalize(self):
     acc = jnp.array([[[2.0, 4.0]], [[0.0, 0.0]]])
     out, lse = normalize(
