@@ -377,52 +377,15 @@ def scores_in_lines(
     fill=fill,
     full=full,
   )
-  lines = block // LANES
-  out = jax.ShapeDtypeStruct((T, blocks * lines, LANES), jnp.float32)
+  lines = blocks * block // LANES
   if T == 0:
-    return jnp.zeros(out.shape, out.dtype)
-  row_seq = jnp.clip(row_seq, 0, B - 1)
-  row_of, seq_of, last_of = row_tiles(row_seq, row_pos, B, rows)
+    return jnp.zeros((T, lines, LANES), jnp.float32)
+  row_of, seq_of, last_of = row_tiles(
+    jnp.clip(row_seq, 0, B - 1), row_pos, B, rows
+  )
   tiles = seq_of.shape[0]
   at = jnp.maximum(row_of, 0)
-  plane = scale_plane(key_scales, page_table, blocks * lines)
-  hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-  mine = lambda i, *_: (i, 0, 0)
-  return pl.pallas_call(
-    functools.partial(kernel, sizes=sizes),
-    grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=4,
-      grid=(tiles,),
-      in_specs=[
-        pl.BlockSpec((1, rows * heads, H), mine),
-        pl.BlockSpec((1, rows * heads, 1), mine),
-        hbm,
-        hbm,
-        None if plane is None else hbm,
-      ],
-      out_specs=hbm,
-      scratch_shapes=[
-        pltpu.SMEM((ID_SLOTS, 1, sizes.ids), jnp.int32),
-        pltpu.VMEM((2, block, H), key_pages.dtype),
-        None if plane is None else pltpu.VMEM((2, lines, LANES), jnp.float32),
-        pltpu.VMEM((2, rows, lines, LANES), jnp.float32),
-        pltpu.VMEM((lines, LANES), jnp.float32),
-        pltpu.SemaphoreType.DMA((ID_SLOTS,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        None if plane is None else pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA,
-      ],
-    ),
-    out_shape=out,
-    compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel',),
-      # Page ids were brought into range; a check costs as much as a copy.
-      disable_bounds_checks=True,
-    ),
-    interpret=pltpu.InterpretParams() if interpret is True else interpret,
-    name='indexer_scores',
-  )(
+  return score_tiles(
     row_of,
     jnp.where(row_of >= 0, row_pos[at], -1),
     seq_of,
@@ -431,8 +394,69 @@ def scores_in_lines(
     w[at].reshape(tiles, rows * heads, 1),
     block_ids(page_table, P, sizes),
     key_pages,
-    plane,
+    scale_plane(key_scales, page_table, lines),
+    out_rows=T,
+    sizes=sizes,
+    interpret=interpret,
   )
+
+
+def score_tiles(
+  row_of: jax.Array,  # [tiles * rows] int32
+  pos_of: jax.Array,  # [tiles * rows] int32
+  seq_of: jax.Array,  # [tiles] int32
+  last_of: jax.Array,  # [tiles] int32
+  q: jax.Array,  # [tiles, rows * I, H]
+  w: jax.Array,  # [tiles, rows * I, 1] f32
+  ids: jax.Array,  # [B * blocks, 1, ids] int32
+  key_pages: jax.Array,  # [P, page, H]
+  plane: jax.Array | None,  # [B, S / 128, 128] f32
+  *,
+  out_rows: int,
+  sizes: Sizes,
+  interpret=False,
+) -> jax.Array:  # [T, S / 128, 128] f32
+  """The kernel over tiles of rows."""
+  lines = sizes.block // LANES
+  shape = (out_rows, sizes.blocks * lines, LANES)
+  hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+  mine = lambda i, *_: (i, 0, 0)
+  scaled = lambda x: None if plane is None else x
+  return pl.pallas_call(
+    functools.partial(kernel, sizes=sizes),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=4,
+      grid=seq_of.shape,
+      in_specs=[
+        pl.BlockSpec((1, *q.shape[1:]), mine),
+        pl.BlockSpec((1, *w.shape[1:]), mine),
+        hbm,
+        hbm,
+        scaled(hbm),
+      ],
+      out_specs=hbm,
+      scratch_shapes=[
+        pltpu.SMEM((ID_SLOTS, 1, sizes.ids), jnp.int32),
+        pltpu.VMEM((2, sizes.block, q.shape[-1]), key_pages.dtype),
+        scaled(pltpu.VMEM((2, lines, LANES), jnp.float32)),
+        pltpu.VMEM((2, sizes.rows, lines, LANES), jnp.float32),
+        pltpu.VMEM((lines, LANES), jnp.float32),
+        pltpu.SemaphoreType.DMA((ID_SLOTS,)),
+        pltpu.SemaphoreType.DMA((2,)),
+        scaled(pltpu.SemaphoreType.DMA((2,))),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA,
+      ],
+    ),
+    out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel',),
+      # Page ids were brought into range; a check costs as much as a copy.
+      disable_bounds_checks=True,
+    ),
+    interpret=pltpu.InterpretParams() if interpret is True else interpret,
+    name='indexer_scores',
+  )(row_of, pos_of, seq_of, last_of, q, w, ids, key_pages, plane)
 
 
 def scale_plane(

@@ -1,0 +1,439 @@
+"""Exact top-k of a row of scores that fits the core's memory, in Pallas.
+
+The k-th largest score is found bit by bit, by counting. Scores are first
+sorted within groups of eight that stand in the same place of consecutive
+(8, 128) tiles, so that layer 0 holds the largest of every group. The k-th
+largest of layer 0 is a lower bound of the threshold; only layers with
+anything above the bound, two of eight for scores in no order, are counted
+after that. The worst case counts all of them and is still exact.
+
+Winners are then counted by line of 128 (ties at the threshold too: the first
+ones fill the places left), each output finds its line in the running counts,
+lines are gathered, and a last running count within the line gives the lane.
+Every count is a small integer, exact in the bf16 passes that add it.
+
+Counting on float32 needs no integer keys: NaN compares false, and -0.0
+equals 0.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tiling import cdiv, round_up
+
+LANES = 128
+SUB = 8  # lines of one tile
+CHUNK = SUB * LANES  # keys of one tile
+GROUP = 8  # tiles sorted against each other
+NO = float('-inf')
+_MIN = -(2**31)
+_NO_KEY = 0x007FFFFF  # `unsigned_key` of -inf; NaN of either sign is beyond
+_TIE = 256  # a line's ties are counted in units of this
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What a kernel is specialised to.
+
+  Attributes:
+    k: keys wanted.
+    lines: lines of 128 scores of one row.
+    group: tiles sorted against each other.
+    chunk: groups counted in one step.
+    block: lines whose running counts share a row.
+    full: count everything, whatever the data. For the compiler's cycle
+      model only, which does not follow data.
+  """
+
+  k: int
+  lines: int
+  group: int
+  chunk: int
+  block: int
+  full: bool
+
+  @property
+  def groups(self) -> int:
+    """Groups of one row."""
+    return self.lines // (SUB * self.group)
+
+  @property
+  def blocks(self) -> int:
+    """Blocks of one row, in whole tiles."""
+    return round_up(self.lines // self.block, SUB)
+
+  @property
+  def outputs(self) -> int:
+    """Lines of 128 outputs."""
+    return cdiv(self.k, LANES)
+
+
+def power_of_two(n: int, most: int) -> int:
+  """The largest power of two up to `most` that divides n."""
+  return min(n & -n, most)
+
+
+def sizes_of(k: int, lines: int, full: bool) -> Sizes:
+  """Sizes for rows of `lines` (a multiple of eight) lines."""
+  group = power_of_two(lines // SUB, GROUP)
+  return Sizes(
+    k=k,
+    lines=lines,
+    group=group,
+    chunk=power_of_two(lines // SUB // group, 8),
+    block=power_of_two(lines, LANES),
+    full=full,
+  )
+
+
+def iota(shape, axis):
+  """int32 index along an axis."""
+  return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def mask(condition) -> jax.Array:
+  """1.0 where true, in bf16."""
+  return jnp.where(condition, 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def add_up(a, b, contract=((1,), (0,)), precision=lax.Precision.DEFAULT):
+  """Matmul with float32 results."""
+  return lax.dot_general(
+    a,
+    b,
+    (contract, ((), ())),
+    precision=precision,
+    preferred_element_type=jnp.float32,
+  )
+
+
+def sort_network(n: int):
+  """Comparators (i, j), i < j, of Batcher's odd-even merge sort, n = 2^m."""
+  p = 1
+  while p < n:
+    step = p
+    while step:
+      for j in range(step % p, n - step, 2 * step):
+        for i in range(min(step, n - j - step)):
+          if (i + j) // (2 * p) == (i + j + step) // (2 * p):
+            yield i + j, i + j + step
+      step //= 2
+    p *= 2
+
+
+def threshold_of(key, shape=(SUB, LANES)) -> jax.Array:
+  """Scores whose order is that of an unsigned key, as float32 of `shape`."""
+  signed = key ^ _MIN
+  bits = jnp.full(shape, signed ^ ((signed >> 31) & 0x7FFFFFFF), jnp.int32)
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def finite_threshold(key) -> jax.Array:
+  """`threshold_of`, with -inf for the keys of -inf and below."""
+  none = (key ^ _MIN) <= (_NO_KEY ^ _MIN)
+  return jnp.where(none, NO, threshold_of(key))
+
+
+class Row:
+  """One row of scores: reading, counting, and where its winners lie."""
+
+  def __init__(self, refs, seen, sizes: Sizes):
+    (
+      self.scores,
+      self.layers,
+      self.counts,
+      self.lines,
+      self.line_ids,
+      self.ranks,
+      self.ties,
+      self.gathered,
+      self.sem,
+    ) = refs
+    self.seen, self.sizes = seen, sizes
+    chunk = sizes.chunk * sizes.group
+    steps = (seen + chunk - 1) // chunk
+    self.steps = sizes.groups // sizes.chunk if sizes.full else steps
+
+  def tile(self, at):
+    """A tile of scores; -inf for NaN and for what nobody wrote."""
+    x = self.scores[0, pl.ds(pl.multiple_of(at * SUB, SUB), SUB)]
+    return jnp.where((x > NO) & (at < self.seen), x, NO)
+
+  def sort_groups(self):
+    """Writes the layers, largest first."""
+    sizes = self.sizes
+    network = list(sort_network(sizes.group))
+
+    def group(g, _):
+      tiles = [self.tile(g * sizes.group + j) for j in range(sizes.group)]
+      for i, j in network:
+        high = jnp.maximum(tiles[i], tiles[j])
+        tiles[i], tiles[j] = high, jnp.minimum(tiles[i], tiles[j])
+      at = pl.ds(pl.multiple_of(g * SUB, SUB), SUB)
+      for j, x in enumerate(tiles):
+        self.layers[j, at] = x
+
+    lax.fori_loop(0, self.steps * sizes.chunk, group, None)
+
+  def count(self, compare, layers):
+    """Scores of the first `layers` layers for which `compare` is true."""
+    step = self.sizes.chunk * SUB
+
+    def body(s, total):
+      at = pl.ds(pl.multiple_of(s % self.steps * step, SUB), step)
+      hit = compare(self.layers[s // self.steps, at].reshape(-1, SUB, LANES))
+      return total + jnp.sum(hit.astype(jnp.int32), axis=0)
+
+    total = jnp.zeros((SUB, LANES), jnp.int32)
+    return jnp.sum(lax.fori_loop(0, layers * self.steps, body, total))
+
+  def kth_largest(self, layers, bound):
+    """Unsigned key of the k-th largest score of some layers.
+
+    Args:
+      layers: layers that hold all scores above `bound`.
+      bound: unsigned key at or above which there are k scores, or 0.
+    """
+
+    def bit(i, key):
+      trial = key | (jnp.int32(1) << (31 - i))
+      at_least = threshold_of(trial)
+      enough = lambda: (
+        self.count(lambda x: x >= at_least, layers) >= self.sizes.k
+      )
+      if not self.sizes.full:
+        known = (trial ^ _MIN) <= (bound ^ _MIN)
+        return jnp.where(lax.cond(known, lambda: True, enough), trial, key)
+      return jnp.where(enough(), trial, key)
+
+    return lax.fori_loop(0, 32, bit, jnp.int32(0))
+
+  def threshold(self):
+    """The k-th largest score, [8, 128], and the places left for ties."""
+    sizes = self.sizes
+    bound = self.kth_largest(1, jnp.int32(0))
+    above = finite_threshold(bound)
+    layers = sizes.group
+    if not sizes.full:
+      layers = sum(
+        (self.count_layer(j, above) > 0).astype(jnp.int32)
+        for j in range(sizes.group)
+      )
+      layers = jnp.maximum(layers, 1)
+    key = self.kth_largest(layers, bound)
+    least = finite_threshold(key)
+    more = self.count(lambda x: x > least, layers)
+    places = jnp.where(jnp.max(least) > NO, sizes.k - more, 0)
+    return least, places, more + places
+
+  def count_layer(self, layer, above):
+    """Scores of one layer above a bound."""
+    step = self.sizes.chunk * SUB
+
+    def body(s, total):
+      at = pl.ds(pl.multiple_of(s * step, SUB), step)
+      hit = self.layers[layer, at].reshape(-1, SUB, LANES) > above
+      return total + jnp.sum(hit.astype(jnp.int32), axis=0)
+
+    total = jnp.zeros((SUB, LANES), jnp.int32)
+    return jnp.sum(lax.fori_loop(0, self.steps, body, total))
+
+  def count_lines(self, least):
+    """Winners and ties of every line, [blocks, 128] in `counts`."""
+    sizes = self.sizes
+    self.counts[...] = jnp.zeros_like(self.counts)
+    tie = jnp.where(least[:1] > NO, jnp.float32(_TIE), 0.0)
+    ones = jnp.ones((LANES, LANES), jnp.bfloat16)
+    shape = (sizes.block, LANES)
+    diagonal = iota(shape, 0) == iota(shape, 1)
+
+    def block(b, _):
+      tiles = sizes.block // SUB
+      x = jnp.concatenate([self.tile(b * tiles + j) for j in range(tiles)])
+      hit = jnp.where(x > least[:1], 1.0, jnp.where(x == least[:1], tie, 0.0))
+      total = add_up(hit.astype(jnp.bfloat16), ones)  # the same in every lane
+      line = jnp.sum(jnp.where(diagonal, total, 0), axis=0, keepdims=True)
+      self.counts[pl.ds(b, 1)] = line
+
+    blocks = sizes.lines // sizes.block
+    tiles = self.steps * sizes.chunk * sizes.group
+    steps = (
+      blocks if sizes.full else (tiles * SUB + sizes.block - 1) // sizes.block
+    )
+    lax.fori_loop(0, steps, block, None)
+
+  def place_winners(self, least, places):
+    """Line, rank in the line and ties to take there, of every output.
+
+    Outputs stand in lanes: `line_ids`, `ranks`, `ties` are [outputs, 128].
+    """
+    sizes = self.sizes
+    counts = self.counts[...]  # [blocks, 128]
+    ties = jnp.floor(counts * (1 / _TIE))
+    more = counts - ties * _TIE
+    shape = (LANES, LANES)
+    upto = mask(iota(shape, 0) <= iota(shape, 1))
+    shape = (sizes.blocks, sizes.blocks)
+    before = jnp.where(iota(shape, 1) < iota(shape, 0), 1.0, 0.0)
+    exact = lax.Precision.HIGHEST
+
+    def running(x):
+      """Running counts within each block, and before the block."""
+      inside = add_up(x.astype(jnp.bfloat16), upto)
+      total = jnp.broadcast_to(inside[:, LANES - 1 :], inside.shape)
+      return inside, add_up(before, total, precision=exact), total
+
+    inside, base, _ = running(ties)
+    earlier = inside + base - ties
+    taken = jnp.clip(places.astype(jnp.float32) - earlier, 0, ties)
+    inside, base, total = running(more + taken)
+    end = base + total
+    high = jnp.floor(inside * (1 / LANES))
+    low = inside - high * LANES
+    parts = [x.astype(jnp.bfloat16) for x in (high, low, taken)]
+    line = iota((LANES, LANES), 0).astype(jnp.float32)
+    column = lambda x: jnp.sum(x, axis=0, keepdims=True)
+
+    for q in range(sizes.outputs):
+      at = iota((1, LANES), 1).astype(jnp.float32) + q * LANES
+      done = end <= at
+      block = column(jnp.where(done, 1.0, 0.0))
+      start = jnp.max(jnp.where(done, end, 0.0), axis=0, keepdims=True)
+      own = mask(iota(end.shape, 0).astype(jnp.float32) == block)
+      high, low, take = (add_up(x, own, ((0,), (0,))) for x in parts)
+      inside = high * LANES + low  # [lines of the block, outputs]
+      done = inside <= at - start
+      which = column(jnp.where(done, 1.0, 0.0))
+      start += jnp.max(jnp.where(done, inside, 0.0), axis=0, keepdims=True)
+      row = pl.ds(q, 1)
+      ids = (block * sizes.block + which).astype(jnp.int32)
+      self.lines[row] = jnp.where(ids < sizes.lines, ids, 0)
+      self.ranks[row] = at - start
+      self.ties[row] = column(jnp.where(line == which, take, 0.0))
+
+  def read_winners(self, q, least, total):
+    """Positions and scores [1, 128] of a line of outputs."""
+
+    def line(j, _):
+      at = self.line_ids[q, j]
+      self.gathered[pl.ds(j, 1)] = self.scores[0, pl.ds(at, 1)]
+
+    lax.fori_loop(0, LANES, line, None, unroll=8)
+    x = self.gathered[...].T  # [lanes, outputs]
+    least = least[:1, :1]
+    shape = (LANES, LANES)
+    upto = mask(iota(shape, 1) <= iota(shape, 0))
+    tied = (x == least) & (x > NO)
+    row = pl.ds(q, 1)
+    first = add_up(upto, mask(tied)) <= self.ties[row]
+    won = (x > least) | (tied & first)
+    rank = add_up(upto, mask(won))
+    wanted = self.ranks[row]
+    lane = jnp.sum(jnp.where(rank <= wanted, 1, 0), axis=0, keepdims=True)
+    hit = won & (rank == wanted + 1)
+    score = jnp.sum(jnp.where(hit, x, 0.0), axis=0, keepdims=True)
+    there = iota((1, LANES), 1) + q * LANES < total
+    position = jnp.where(there, self.lines[row] * LANES + lane, -1)
+    score = jnp.where(score == 0, 0.0, score)
+    return position, jnp.where(there, score, NO)
+
+
+def kernel(seen_ref, scores_ref, positions_ref, winners_ref, *refs, sizes):
+  """One row.
+
+  Args:
+    seen_ref: [T] int32, prefetched: tiles of scores that were written.
+    scores_ref: [1, S / 128, 128] f32.
+    positions_ref: [1, outputs, 128] int32.
+    winners_ref: [1, outputs, 128] f32.
+    *refs: scratch of `Row`.
+    sizes: what is static.
+  """
+  seen = sizes.lines // SUB if sizes.full else seen_ref[pl.program_id(0)]
+  row = Row((scores_ref, *refs), seen, sizes)
+  row.sort_groups()
+  least, places, total = row.threshold()
+  row.count_lines(least)
+  row.place_winners(least, places)
+  copy = pltpu.make_async_copy(row.lines, row.line_ids, row.sem)
+  copy.start()
+  copy.wait()
+
+  def read(q, _):
+    position, score = row.read_winners(q, least, total)
+    positions_ref[0, pl.ds(q, 1)] = position
+    winners_ref[0, pl.ds(q, 1)] = score
+
+  lax.fori_loop(0, sizes.outputs, read, None)
+
+
+def select(
+  scores: jax.Array,
+  last: jax.Array,
+  k: int,
+  *,
+  full: bool = False,
+  interpret=False,
+) -> tuple[jax.Array, jax.Array]:
+  """The k best of rows of scores, exactly; ties to the lowest position.
+
+  Args:
+    scores: [T, S / 128, 128] float32, S a multiple of 1024. -inf and NaN are
+      never selected.
+    last: [T] int32 highest position of each row, or -1. Scores beyond it in
+      the same 1024 must be -inf; those of later ones may be anything.
+    k: keys wanted a row.
+    full: for the cycle model: see `Sizes`.
+    interpret: True or `pltpu.InterpretParams` to run on a CPU.
+
+  Returns:
+    positions [T, k] int32, ascending, then -1; scores [T, k] float32 of
+    those, -inf beside -1.
+  """
+  T, lines, _ = scores.shape
+  sizes = sizes_of(k, lines, full)
+  outputs = sizes.outputs
+  out = (1, outputs, LANES)
+  mine = lambda t, *_: (t, 0, 0)
+  row_bytes = 4 * lines * LANES
+  positions, winners = pl.pallas_call(
+    functools.partial(kernel, sizes=sizes),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=(T,),
+      in_specs=[pl.BlockSpec((1, lines, LANES), mine)],
+      out_specs=[pl.BlockSpec(out, mine), pl.BlockSpec(out, mine)],
+      scratch_shapes=[
+        pltpu.VMEM((sizes.group, sizes.groups * SUB, LANES), jnp.float32),
+        pltpu.VMEM((sizes.blocks, LANES), jnp.float32),
+        pltpu.VMEM((outputs, LANES), jnp.int32),
+        pltpu.SMEM((outputs, LANES), jnp.int32),
+        pltpu.VMEM((outputs, LANES), jnp.float32),
+        pltpu.VMEM((outputs, LANES), jnp.float32),
+        pltpu.VMEM((LANES, LANES), jnp.float32),
+        pltpu.SemaphoreType.DMA,
+      ],
+    ),
+    out_shape=[
+      jax.ShapeDtypeStruct((T, outputs, LANES), jnp.int32),
+      jax.ShapeDtypeStruct((T, outputs, LANES), jnp.float32),
+    ],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel',),
+      vmem_limit_bytes=3 * row_bytes + (12 << 20),
+    ),
+    interpret=pltpu.InterpretParams() if interpret is True else interpret,
+    name='select_topk',
+  )(jnp.clip(last + CHUNK, 0, lines * LANES) // CHUNK, scores)
+  return (
+    positions.reshape(T, outputs * LANES)[:, :k],
+    winners.reshape(T, outputs * LANES)[:, :k],
+  )
