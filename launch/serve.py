@@ -12,6 +12,7 @@ server ended because it was told to.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from absl import flags
 from etils import epath
 
 from glm_jax import cli
+from glm_jax.embedded import EMBEDDED
 
 _MODEL = flags.DEFINE_string(
   'model',
@@ -36,6 +38,11 @@ _LOAD_FORMAT = flags.DEFINE_enum(
   'auto',
   ['auto', 'dummy'],
   "'dummy' takes random weights for a config or preset: for tests.",
+)
+_PER_LAYER = flags.DEFINE_bool(
+  'per_layer_indexers',
+  False,
+  'With dummy weights: an indexer in every layer, to compare with.',
 )
 _HOST = flags.DEFINE_string(
   'host', '127.0.0.1', 'Address to listen on; 0.0.0.0 opens it to others.'
@@ -125,10 +132,10 @@ def read_keys(path: str | None) -> tuple[str, ...]:
   return keys
 
 
-def read_sampling(path: str | None) -> dict[str, float]:
+def read_sampling(path: str) -> dict[str, float]:
   """Sampling defaults of a checkpoint's generation_config.json."""
-  file = path and epath.Path(path) / 'generation_config.json'
-  if not file or not file.exists():
+  file = epath.Path(path) / 'generation_config.json'
+  if not file.exists():
     return {}
   found = json.loads(file.read_text())
   names = ('temperature', 'top_p', 'top_k', 'min_p')
@@ -138,28 +145,40 @@ def read_sampling(path: str | None) -> dict[str, float]:
   return given
 
 
-def load():
-  """(model, directory or None, name) as the flags say."""
+def model_path() -> str:
+  """Where the model is: a directory, or with random weights a config."""
+  if _LOAD_FORMAT.value == 'auto':
+    if _PER_LAYER.value:
+      raise cli.UserError(
+        '--per_layer_indexers needs --load_format=dummy: a checkpoint has no '
+        'weights for them'
+      )
+    return cli.resolve_model_path(_MODEL.value or os.fspath(EMBEDDED))
+  from glm_jax.presets import PRESETS
+
+  name = _MODEL.value or os.fspath(EMBEDDED)
+  return cli.resolve_model_path(name, presets=PRESETS)
+
+
+def load(path: str):
+  """The model, from its checkpoint or with random weights."""
   import jax
 
-  from glm_jax import checkpoints, init_model, presets
+  from glm_jax import checkpoints, init_model
+  from glm_jax.config import FULL
 
-  name = _MODEL.value or checkpoints.EMBEDDED.name
-  if _LOAD_FORMAT.value == 'dummy':
-    path = cli.resolve_model_path(name, presets=presets.PRESETS)
-    config = checkpoints.load_config(path)
-    dtype = config.dtype if _DTYPE.value == 'auto' else _DTYPE.value
-    make = jax.jit(lambda key: init_model(config, key, dtype=dtype))
-    cli.log(f'random weights for {name}: its answers mean nothing')
-    return make(jax.random.key(_SEED.value)), None, name
-  path = None
-  if name != checkpoints.EMBEDDED.name or epath.Path(name).exists():
-    path = cli.resolve_model_path(name)
-  model = checkpoints.load_model(
-    path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value
-  )
-  directory = os.fspath(checkpoints.EMBEDDED) if path is None else path
-  return model, directory, epath.Path(directory).name
+  if _LOAD_FORMAT.value == 'auto':
+    return checkpoints.load_model(
+      path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value
+    )
+  config = checkpoints.load_config(path)
+  if _PER_LAYER.value:
+    every = (FULL,) * len(config.indexer_types)
+    config = dataclasses.replace(config, indexer_types=every)
+  dtype = config.dtype if _DTYPE.value == 'auto' else _DTYPE.value
+  cli.log('random weights: the answers mean nothing')
+  make = jax.jit(lambda key: init_model(config, key, dtype=dtype))
+  return make(jax.random.key(_SEED.value))
 
 
 def sized(model, drafts: int):
@@ -249,7 +268,7 @@ def set_up() -> None:
 
 
 def main() -> bool:
-  keys = read_keys(_KEYS.value)
+  keys, path = read_keys(_KEYS.value), model_path()
   try:
     from glm_jax.serving import http
   except ModuleNotFoundError as error:
@@ -260,14 +279,15 @@ def main() -> bool:
 
   set_up()
   begin = time.perf_counter()
-  model, directory, name = load()
+  model = load(path)
+  name = epath.Path(path).name
   cli.log(f'loaded {name} in {time.perf_counter() - begin:.1f} s')
   drafts = _DRAFTS.value
   if drafts is None:
     drafts = 0 if model.mtp is None else 5
-  eos = read_eos_token_ids(directory) if directory else ()
-  eos = tuple(sorted({*eos, *model.config.eos_token_ids}))
-  tokenizer = directory and Tokenizer.load(directory, eos_token_ids=eos)
+  eos = {*read_eos_token_ids(path), *model.config.eos_token_ids}
+  eos = tuple(sorted(eos))
+  tokenizer = Tokenizer.load(path, eos_token_ids=eos)
   if tokenizer is None:
     cli.log('no tokenizer: completions take and give token ids alone')
   size, dtype = sized(model, drafts)
@@ -278,7 +298,7 @@ def main() -> bool:
     max_model_len=size.max_model_len,
     tokenizer=tokenizer,
     eos_ids=eos,
-    sampling=read_sampling(directory),
+    sampling=read_sampling(path),
   )
   options = http.ServerOptions(
     api_keys=keys,
