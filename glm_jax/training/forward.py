@@ -37,6 +37,7 @@ from glm_jax.training.windows import (
   Windows,
   pool_slots,
   select,
+  slots_mask,
   strided,
   visible_slots,
 )
@@ -59,6 +60,7 @@ class ForwardOptions:
     chunk: rows whose [heads, S] scores or logits exist at once.
     block_bytes: of gathered rows at once.
     remat: recompute index groups in the backward pass.
+    keep_selection: return what the full layers selected.
   """
 
   sparse: bool = True
@@ -68,6 +70,7 @@ class ForwardOptions:
   chunk: int = 256
   block_bytes: int = 512 << 20
   remat: bool = True
+  keep_selection: bool = False
 
   def __post_init__(self):
     if self.attention not in ('auto', *IMPLEMENTATIONS):
@@ -150,7 +153,11 @@ def make_pass(
 
 
 def run_attention(
-  block: Block, x: jax.Array, selection: Selection | None, step: Pass
+  block: Block,
+  x: jax.Array,
+  selection: Selection | None,
+  step: Pass,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, Attended]:
   """The attention half of a layer.
 
@@ -159,6 +166,7 @@ def run_attention(
     x: [B * S, D].
     selection: of the full layer below; a full layer ignores it.
     step: what all layers share.
+    replay: [B, S, k] slots that a full layer takes instead of its choice.
 
   Returns:
     x with the attention's output added, and what others need of it.
@@ -176,9 +184,13 @@ def run_attention(
     index = tuple(map(windowed, index))
     if o.sparse:
       as_mask = o.attention_here != 'gather'
-      selection = select(
-        *index, step.keys, block.topk, o.chunk, as_mask=as_mask
-      )
+      if replay is None:
+        selection = select(
+          *index, step.keys, block.topk, o.chunk, as_mask=as_mask
+        )
+      else:
+        mask = slots_mask(replay, S) if as_mask else None
+        selection = Selection(None if as_mask else replay, mask)
       selection = checkpoint_name(selection, 'selection')
   out = attend(
     mla,
@@ -282,15 +294,17 @@ def run_group(
   experts: Sequence[Experts | None],
   x: jax.Array,
   step: Pass,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """One index group: a full layer and the shared layers it serves.
 
   Returns:
-    x, and 'kl' (a scalar, with `kl_stride`) and 'load' [moe layers, E].
+    x, and 'kl' (a scalar, with `kl_stride`), 'load' [moe layers, E] and
+    'selected' [B, S, k] (with `keep_selection`).
   """
   selection, index, targets, loads = None, None, [], []
   for block, own in zip(blocks, experts):
-    x, attended = run_attention(block, x, selection, step)
+    x, attended = run_attention(block, x, selection, step, replay)
     selection = attended.selection
     index = attended.index if block.indexer is not None else index
     targets.append(attended.target)
@@ -301,6 +315,8 @@ def run_group(
     aux['kl'] = index_loss(index, selection, block.topk, targets, step)
   if loads:
     aux['load'] = jnp.stack(loads)
+  if step.options.keep_selection:
+    aux['selected'] = selection.as_slots(block.topk)
   return x, aux
 
 
@@ -328,6 +344,7 @@ def trunk(
   windows: Windows,
   options: ForwardOptions = ForwardOptions(),
   offset: jax.Array | int = 0,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """All trunk layers over a batch.
 
@@ -336,40 +353,53 @@ def trunk(
     windows: the batch.
     options: how to compute.
     offset: int32 below `kl_stride`: which rows have an indexer loss.
+    replay: [full layers, B, S, k] slots, -1 for none, that full layers take
+      instead of their own choice: what serving selected for these tokens.
 
   Returns:
-    [B * S, D] hidden states after the final norm; 'kl' [full layers] and
-    'load' [moe layers, E] in the order of layers.
+    [B * S, D] hidden states after the final norm; 'kl' [full layers], 'load'
+    [moe layers, E] and 'selected' [full layers, B, S, k] in the order of
+    layers, where there are such.
+
+  Raises:
+    ValueError: selections to replay or to keep of a pass that selects none.
   """
+  if not options.sparse and (options.keep_selection or replay is not None):
+    raise ValueError('sparse=False selects nothing to replay or to keep')
   layers = layer_plan(model.config)
   step = make_pass(model, windows, options, offset)
   S = step.keys.segment.shape[1]
   x = model.embed[...][windows.tokens[:, :S].reshape(-1)]
-  found: dict[str, list] = {'kl': [], 'load': []}
-  run = remat(lambda b, e, x: run_group(b, e, x, step), options)
-  for group in index_groups(layers.indexer_types[: layers.prologue]):
+  found: dict[str, list] = {}
+  run = remat(lambda b, e, x, r: run_group(b, e, x, step, r), options)
+  groups = index_groups(layers.indexer_types[: layers.prologue])
+  for number, group in enumerate(groups):
     own = [
       expert_view(model.experts, layers.moe_slot(i))
       if layers.is_moe(i)
       else None
       for i in group
     ]
-    x, aux = run([model.prologue[i] for i in group], own, x)
-    if 'kl' in aux:
-      found['kl'].append(aux['kl'][None])
-    if 'load' in aux:
-      found['load'].append(aux['load'])
+    chosen = None if replay is None else replay[number]
+    x, aux = run([model.prologue[i] for i in group], own, x, chosen)
+    _add(found, aux)
   if layers.num_groups:
-    x, aux = _scan(model, x, step)
-    if 'kl' in aux:
-      found['kl'].append(aux['kl'].reshape(-1))
-    if 'load' in aux:
-      found['load'].append(aux['load'].reshape(-1, aux['load'].shape[-1]))
-  aux = {k: jnp.concatenate(v) for k, v in found.items() if v}
+    rest = None if replay is None else replay[len(groups) :]
+    x, aux = _scan(model, x, step, rest)
+    for name, values in aux.items():
+      # [groups, n, ...] to one axis of layers.
+      found.setdefault(name, []).append(values.reshape(-1, *values.shape[2:]))
+  aux = {k: jnp.concatenate(v) for k, v in found.items()}
   return model.norm(x), aux
 
 
-def _scan(model, x, step):
+def _add(found: dict[str, list], aux: dict[str, jax.Array]):
+  """Files what a group gave, each with an axis of layers."""
+  for name, value in aux.items():
+    found.setdefault(name, []).append(value if name == 'load' else value[None])
+
+
+def _scan(model, x, step, replay):
   """The scanned groups; a repeated group may hold several full layers."""
   layers = layer_plan(model.config)
   first, size = layers.prologue, layers.group_size
@@ -382,21 +412,21 @@ def _scan(model, x, step):
       model.experts,
     )
   parts = index_groups(layers.indexer_types[first : first + size])
+  if replay is not None:
+    replay = replay.reshape(layers.num_groups, len(parts), *replay.shape[1:])
 
   def body(x, scanned):
-    group, pool = scanned
-    found: dict[str, list] = {'kl': [], 'load': []}
-    for part in parts:
+    group, pool, chosen = scanned
+    found: dict[str, list] = {}
+    for number, part in enumerate(parts):
       own = [
         expert_view(pool, sum(moes[:j])) if moes[j] else None for j in part
       ]
-      run = lambda b, e, x: run_group(b, e, x, step)
+      run = lambda b, e, x, r: run_group(b, e, x, step, r)
       run = remat(run, step.options, looped=True)
-      x, aux = run([group.blocks[j] for j in part], own, x)
-      if 'kl' in aux:
-        found['kl'].append(aux['kl'][None])
-      if 'load' in aux:
-        found['load'].append(aux['load'])
-    return x, {k: jnp.concatenate(v) for k, v in found.items() if v}
+      taken = None if chosen is None else chosen[number]
+      x, aux = run([group.blocks[j] for j in part], own, x, taken)
+      _add(found, aux)
+    return x, {k: jnp.concatenate(v) for k, v in found.items()}
 
-  return lax.scan(body, x, (model.groups, pools))
+  return lax.scan(body, x, (model.groups, pools, replay))
