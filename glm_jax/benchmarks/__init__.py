@@ -13,7 +13,10 @@ from glm_jax.benchmarks.report import Device, Report, Request, Row
 
 __all__ = ['SUITES', 'Device', 'Report', 'Request', 'Row', 'load_suite']
 
-SUITES = {'op': 'glm_jax.benchmarks.op_suite'}
+SUITES = {
+  'op': 'glm_jax.benchmarks.op_suite',
+  'serve': 'glm_jax.benchmarks.serve_suite',
+}
 
 
 def load_suite(name: str) -> types.ModuleType:

@@ -35,8 +35,11 @@ SLICES = {
 }
 # Cycles a second, inferred from public peaks (spec/kernels_tpu.md section 1).
 CLOCKS = {'v5e': 1.5e9, 'v5p': 1.75e9, 'v6e': 1.75e9, 'tpu7x': 2.2e9}
+# Blocks of rows, keys or scores that the ops may hold are smaller.
+_BLOCK_BYTES = 128 << 20
 _MOVES = ('copy', 'copy-start', 'transpose', 'reshape', 'convert')
 _BYTES = {'pred': 1, 'bf16': 2, 'f16': 2, 'f32': 4, 'f64': 8}
+_HEADER = re.compile(r'^(?:ENTRY )?%?([\w.\-]+) \(.*\{$')
 _INSTRUCTION = re.compile(
   r'^\s+(?:ROOT )?%?([\w.\-]+) = \(?([a-z]\w*)\[([\d,]*)\][^=]*? ([\w\-]+)\('
 )
@@ -52,7 +55,7 @@ class Compiled:
     temporaries: bytes beside arguments and results.
     aliased: bytes of results that lie where arguments lay.
     copies: names of the instructions that move an array at least a quarter
-      as large as the largest argument, with its bytes.
+      as large as the largest argument (and no block of it), with its bytes.
     kernels: names of the Pallas kernels inside.
     sparsecore: a part runs asynchronously on the SparseCores.
   """
@@ -161,7 +164,7 @@ def compile_for(
     arguments=memory.argument_size_in_bytes,
     temporaries=memory.temp_size_in_bytes,
     aliased=memory.alias_size_in_bytes,
-    copies=moves(text, largest // 4),
+    copies=moves(text, max(largest // 4, _BLOCK_BYTES)),
     kernels=kernels(lowered.as_text()),
     sparsecore='async_execution_thread="sparsecore"' in text,
   )
@@ -187,7 +190,7 @@ def moves(text: str, least: int) -> tuple[str, ...]:
     compiler names one after what is inside.
   """
   found = []
-  for line in text.splitlines():
+  for line in _memory_lines(text):
     match = _INSTRUCTION.match(line)
     if not match:
       continue
@@ -201,6 +204,19 @@ def moves(text: str, least: int) -> tuple[str, ...]:
     if bytes_ >= max(least, 1):
       found.append(f'{name} ({opcode}, {bytes_} bytes)')
   return tuple(found)
+
+
+def _memory_lines(text: str) -> list[str]:
+  """Lines of a program but those inside fusions, which have no memory."""
+  fused = set(re.findall(r' fusion\(.*?calls=%?([\w.\-]+)', text))
+  lines, inside = [], False
+  for line in text.splitlines():
+    header = _HEADER.match(line)
+    if header:
+      inside = header.group(1) in fused
+    elif not inside:
+      lines.append(line)
+  return lines
 
 
 def kernels(lowered: str) -> tuple[str, ...]:

@@ -41,6 +41,9 @@ class Request:
     systems: implementations.
     command: the command line, kept beside every number.
     date: of the run, ISO.
+    url: of a server to measure, for the serve suite; None starts one.
+    model: that it serves, as launch/serve.py takes it.
+    scale: of its traffic and window; 1 takes minutes on a CPU.
   """
 
   evidence: str
@@ -49,6 +52,9 @@ class Request:
   systems: tuple[str, ...] = ('tpu',)
   command: str = ''
   date: str = ''
+  url: str | None = None
+  model: str | None = None
+  scale: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
