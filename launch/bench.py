@@ -3,6 +3,8 @@
   python launch/bench.py --suite=op --topology=v6e --evidence=compiled
   python launch/bench.py --suite=op --evidence=run --op=tiny    on this device
   python launch/bench.py --suite=op --op=grouped_matmul,decode_8x1m/fp8 ...
+  python launch/bench.py --suite=serve --evidence=run     this engine and naive
+  python launch/bench.py --suite=serve --evidence=run --url=http://HOST:PORT
 
 'compiled' runs nothing: libtpu compiles for the generation on this host, and
 what its cycle model cannot know is printed under the table.
@@ -42,6 +44,15 @@ _SYSTEM = flags.DEFINE_list(
   None,
   "Implementations to measure. Default: 'tpu' compiled; the ops' own choice "
   "when run ('auto').",
+)
+_URL = flags.DEFINE_string(
+  'url', None, 'serve: an OpenAI-compatible server to measure.'
+)
+_MODEL = flags.DEFINE_string(
+  'model', None, 'serve: what launch/serve.py gets, without --url.'
+)
+_SCALE = flags.DEFINE_integer(
+  'scale', 1, 'serve: traffic and window, 1024 tokens at 1.', lower_bound=1
 )
 _JSON = flags.DEFINE_string('json', None, 'Write the rows to this file.')
 
@@ -92,6 +103,9 @@ def main() -> bool:
     systems=systems,
     command=shlex.join(['python', *sys.argv]),
     date=datetime.date.today().isoformat(),
+    url=_URL.value,
+    model=_MODEL.value,
+    scale=_SCALE.value,
   )
   report = suite.run(request, cli.log)
   print(report.table(suite.COLUMNS[request.evidence]))

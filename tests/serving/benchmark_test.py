@@ -1,11 +1,13 @@
 """Traces, their replay against a server, and the figures."""
 
+import contextlib
 import json
 
 import pytest
 from http_server import serve, served_model
 from scripted_engine import ScriptedEngine
 
+from glm_jax.benchmarks import Device, Request, load_suite
 from glm_jax.serving import benchmark
 from glm_jax.serving.benchmark import Record, Run
 
@@ -112,3 +114,65 @@ def test_the_arithmetic():
   text = benchmark.block(figures)
   assert 'Failed requests:                        1' in text
   assert 'Input tokens from the cache (%):        13.33' in text
+
+
+def suite_request(**changes):
+  device = Device('cpu', float('inf'), float('inf'))
+  values = dict(evidence='run', devices=(device,), command='c', date='d')
+  return Request(**{**values, **changes})
+
+
+def test_the_suite_measures_any_server():
+  engine = ScriptedEngine('</think>' + 'Hello there ' * 40, step_tokens=3)
+  lines = []
+  with serve(engine, served_model(max_model_len=10**6)) as server:
+    suite = load_suite('serve')
+    report = suite.run(suite_request(url=server.url), lines.append)
+    one = suite.run(
+      suite_request(url=server.url, select=('agent',)), lines.append
+    )
+  assert report.passed and [row.case for row in report.rows] == list(
+    suite.traces(1)
+  )
+  shared = report.rows[1].details
+  assert shared['completed'] == 12 and shared['cached_percent'] > 50
+  assert report.rows[2].details['cached_percent'] > 70
+  text = report.table(suite.COLUMNS['run'])
+  assert text.count('Serving Benchmark Result') == 3
+  assert 'speedup' in text and 'P99 TTFT' in text
+  assert [row.case for row in one.rows] == ['agent']
+
+
+def test_the_suite_compares_with_the_naive_engine(monkeypatch):
+  suite = load_suite('serve')
+  fast = ScriptedEngine('</think>' + 'Hello there ' * 40, step_tokens=4)
+  slow = ScriptedEngine('</think>' + 'Hello there ' * 40, delay=0.01)
+  started = []
+
+  @contextlib.contextmanager
+  def server(_, flags):
+    started.append(flags)
+    engine = slow if suite.NAIVE == flags else fast
+    with serve(engine, served_model(max_model_len=10**6)) as running:
+      yield running.url
+
+  monkeypatch.setattr(suite, '_server', server)
+  request = suite_request(select=('random',))
+  report = suite.run(request, lambda *_: None)
+  assert started == [(), suite.NAIVE]
+  assert report.passed and report.rows[0].details['speedup'] > 1
+  assert report.rows[1].details['speedup'] is None
+  fast, slow = slow, fast
+  report = suite.run(request, lambda *_: None)
+  assert not report.passed and 'not faster' in report.missed[0]
+
+
+def test_the_suite_needs_a_server_and_a_case(monkeypatch, tmp_path):
+  suite = load_suite('serve')
+  with pytest.raises(ValueError, match='evidence=run'):
+    suite.run(suite_request(evidence='compiled'), print)
+  with pytest.raises(ValueError, match='no case'):
+    suite.run(suite_request(select=('nothing',)), print)
+  monkeypatch.setattr(suite, '_SERVER', tmp_path / 'serve.py')
+  with pytest.raises(ValueError, match='--url'):
+    suite.run(suite_request(), lambda *_: None)

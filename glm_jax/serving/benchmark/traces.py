@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-# Ids of ordinary text in any vocabulary: beyond bytes that are rare, below
-# every special token.
-_LOW, _HIGH = 16, 1000
+# Ids that every vocabulary has, and below any special token.
+_LOW, _HIGH = 16, 256
 _WORDS = (
   'file test error value list the of to read write open line class model step '
   'cache page token shape index array build run check plan note main path key '
@@ -71,7 +70,7 @@ def random_trace(
     input_tokens: of a prompt.
     output_tokens: of an answer.
     range_ratio: lengths vary by this share up and down, uniformly.
-    vocab_size: ids are below it (and below 1000).
+    vocab_size: ids are below it (and below 256).
     seed: of the traffic.
   """
   rng = np.random.default_rng(seed)

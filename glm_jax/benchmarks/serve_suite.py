@@ -1,0 +1,208 @@
+"""Suite `serve`: traffic against a server, ours or any OpenAI-compatible one.
+
+Three traces: unrelated prompts, prompts with shared beginnings, and agents
+whose conversations grow turn by turn. Without a URL the suite starts two
+servers, one after the other: the whole engine, and the naive one with an
+indexer in every layer and neither prefix or host cache nor drafts. The naive
+one has random weights, since no checkpoint has weights for its indexers; it
+does the same work whatever they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from glm_jax.benchmarks.report import Report, Request, Row
+
+COLUMNS = {
+  'run': (
+    'output_tok_s',
+    'ttft_ms',
+    'tpot_ms',
+    'cached_percent',
+    'accept_length',
+    'speedup',
+    'failed',
+  )
+}
+NAIVE = (
+  '--load_format=dummy',
+  '--per_layer_indexers',
+  '--no_enable_prefix_caching',
+  '--num_speculative_tokens=0',
+)
+_SERVER = pathlib.Path(__file__).parents[2] / 'launch' / 'serve.py'
+_START_SECONDS = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeReport(Report):
+  """A report that also shows the block that users of serving benchmarks know.
+
+  Attributes:
+    blocks: text, one a case and system.
+  """
+
+  blocks: tuple[str, ...] = ()
+
+  def table(self, columns=()) -> str:
+    """The blocks, then the table of `Report`."""
+    return '\n\n'.join([*self.blocks, super().table(columns)])
+
+
+def traces(scale: int) -> dict[str, Callable[[], list]]:
+  """Case -> a function that makes its trace; `scale` 1 takes minutes on a CPU.
+
+  The lengths leave room for the smallest window that is served, 1024 tokens
+  times `scale`.
+  """
+  from glm_jax.serving import benchmark
+
+  return {
+    'random': lambda: benchmark.random_trace(
+      8 * scale, 256 * scale, 32 * scale, range_ratio=0.5
+    ),
+    'shared_prefix': lambda: benchmark.shared_prefix_trace(
+      2, 6 * scale, 512 * scale, 32, 24 * scale
+    ),
+    'agent': lambda: benchmark.agent_trace(
+      2 * scale,
+      8,
+      system_words=60 * scale,
+      result_words=16 * scale,
+      output_tokens=12 * scale,
+    ),
+  }
+
+
+def run(request: Request, log: Callable[..., None]) -> Report:
+  """Replays the traces; see the module.
+
+  Raises:
+    ValueError: evidence other than 'run', an unknown case, or no server.
+  """
+  if request.evidence != 'run':
+    raise ValueError(
+      'the serve suite measures a server that runs: use --evidence=run'
+    )
+  cases = traces(request.scale)
+  chosen = [
+    name
+    for name in cases
+    if not request.select or any(part in name for part in request.select)
+  ]
+  if not chosen:
+    raise ValueError(f'no case of {", ".join(cases)} matches {request.select}')
+  if request.url is not None:
+    found = _measure(request, request.url, 'url', chosen, cases, log)
+  else:
+    found = []
+    for system, flags in (('engine', ()), ('naive', NAIVE)):
+      log(f'{system}: starting a server')
+      with _server(request, flags) as url:
+        found += _measure(request, url, system, chosen, cases, log)
+  return _report(request, found)
+
+
+def _measure(request, url, system, chosen, cases, log) -> list[tuple]:
+  """(case, system, figures) of each case."""
+  from glm_jax.serving import benchmark
+
+  found = []
+  for case in chosen:
+    log(f'{system}: {case}')
+    replayed = benchmark.replay(url, cases[case](), max_concurrency=16)
+    found.append((case, system, benchmark.summary(replayed)))
+  return found
+
+
+@contextlib.contextmanager
+def _server(request: Request, flags) -> Iterator[str]:
+  """A server of ours in a process of its own; yields its URL."""
+  if not _SERVER.exists():
+    raise ValueError(
+      f'{_SERVER} is not here: start a server and pass its --url'
+    )
+  model = () if request.model is None else (f'--model={request.model}',)
+  with tempfile.TemporaryDirectory() as folder:
+    ready = pathlib.Path(folder) / 'ready.json'
+    command = [sys.executable, str(_SERVER), '--port=0', f'--json={ready}']
+    command += [f'--max_model_len={1024 * request.scale}', '--max_num_seqs=16']
+    process = subprocess.Popen([*command, *model, *flags])
+    try:
+      end = time.monotonic() + _START_SECONDS
+      while not ready.exists():
+        if process.poll() is not None or time.monotonic() > end:
+          raise ValueError(f'the server did not start: {" ".join(command)}')
+        time.sleep(0.2)
+      yield json.loads(ready.read_text())['url']
+    finally:
+      process.send_signal(signal.SIGTERM)
+      try:
+        process.wait(60)
+      except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _report(request: Request, found: list[tuple]) -> Report:
+  from glm_jax.serving import benchmark
+
+  naive = {
+    case: figures['output_throughput']
+    for case, system, figures in found
+    if system == 'naive'
+  }
+  rows, blocks, missed = [], [], []
+  for case, system, figures in found:
+    base = naive.get(case) if system == 'engine' else None
+    rows.append(_row(request, case, system, figures, base))
+    blocks.append(f'{case}, {system}\n{benchmark.block(figures)}')
+    if figures['failed']:
+      missed.append(f'{case}, {system}: {figures["failed"]} requests failed')
+    if base and figures['output_throughput'] <= base:
+      missed.append(f'{case}: the engine is not faster than the naive one')
+  notes = ('all sessions arrive at once; 16 run side by side, greedily',)
+  if naive:
+    notes += ('the naive engine has random weights',)
+  return ServeReport(tuple(rows), notes, tuple(missed), tuple(blocks))
+
+
+def _row(request, case, system, figures: dict[str, Any], base) -> Row:
+  output = max(figures['output_tokens'], 1)
+  input_tokens = max(figures['input_tokens'], 1)
+  drafts = figures['drafts']
+  return Row(
+    suite='serve',
+    case=case,
+    system=system,
+    device='any' if request.url else request.devices[0].name,
+    dtype='auto',
+    shape=f'{figures["completed"]} requests',
+    us=1e6 * figures['duration'] / output,
+    tflops=None,
+    gbps=None,
+    roofline_share=None,
+    ratio=None,
+    evidence='run',
+    command=request.command,
+    date=request.date,
+    details={
+      **figures,
+      'output_tok_s': figures['output_throughput'],
+      'ttft_ms': figures['ttft']['Median'],
+      'tpot_ms': figures['tpot']['Median'],
+      'cached_percent': 100 * figures['cached_tokens'] / input_tokens,
+      'accept_length': drafts and drafts['length'],
+      'speedup': base and figures['output_throughput'] / base,
+    },
+  )
