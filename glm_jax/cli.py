@@ -30,6 +30,8 @@ import tqdm
 from absl import app, flags
 from etils import epath
 
+from glm_jax.embedded import EMBEDDED
+
 _TRACEBACK = flags.DEFINE_bool(
   'traceback', False, 'With an error, show where in the code it was raised.'
 )
@@ -179,11 +181,12 @@ def write_json(path: epath.PathLike, obj: Any):
     partial.unlink(missing_ok=True)
 
 
-def resolve_model_path(name: str, *, presets: Iterable[str] = ()) -> str:
+def resolve_model_path(name: str | None, *, presets: Iterable[str] = ()) -> str:
   """Checks a `--model` value: something here, a URL or a preset name.
 
   Args:
-    name: what the user wrote; ~ is expanded.
+    name: what the user wrote; ~ is expanded. None, or 'glm_nano' where there
+      is nothing of that name, is the embedded model.
     presets: names that `load_config` knows; dashes count as underscores.
 
   Returns:
@@ -192,6 +195,8 @@ def resolve_model_path(name: str, *, presets: Iterable[str] = ()) -> str:
   Raises:
     UserError: none of these; for a hub id it holds the download command.
   """
+  if name is None:
+    return os.fspath(EMBEDDED)
   presets = {preset.replace('-', '_'): preset for preset in presets}
   scheme, is_url, _ = name.partition('://')
   if is_url:
@@ -204,6 +209,8 @@ def resolve_model_path(name: str, *, presets: Iterable[str] = ()) -> str:
     return os.fspath(path)
   if name.replace('-', '_') in presets:
     return presets[name.replace('-', '_')]
+  if name.replace('-', '_') == EMBEDDED.name:
+    return os.fspath(EMBEDDED)
   hub_id = name.rstrip('/')
   if _HUB_ID.fullmatch(hub_id) and path.suffix not in ('.py', '.json'):
     folder = hub_id.split('/')[1]

@@ -1,5 +1,6 @@
 """Continues prompts with a checkpoint: text on stdout, timings on stderr.
 
+  python launch/generate.py --prompt='import numpy' --num_speculative_tokens=5
   python launch/generate.py --model=DIR --prompt='Once upon a time'
   python launch/generate.py --model=DIR --prompt_ids=FILE.json --json=OUT.json
 
@@ -16,7 +17,9 @@ from etils import epath
 from glm_jax import cli
 
 _MODEL = flags.DEFINE_string(
-  'model', None, 'Checkpoint directory, published or orbax format.'
+  'model',
+  None,
+  'Checkpoint directory, published or orbax format; default: glm-nano.',
 )
 _PROMPT = flags.DEFINE_multi_string(
   'prompt', [], 'Text to continue; may be repeated.'
@@ -133,8 +136,6 @@ def read_prompts(tokenizer) -> list[list[int]]:
 
 
 def main() -> None:
-  if not _MODEL.value:
-    raise cli.UserError('--model=DIR is needed: a checkpoint directory')
   path = cli.resolve_model_path(_MODEL.value)
   from glm_jax import checkpoints, generate
   from glm_jax.drafting import DraftOptions

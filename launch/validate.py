@@ -1,5 +1,6 @@
 """Holds this repo's model against PyTorch transformers, layer by layer.
 
+  python launch/validate.py                                glm-nano, embedded
   python launch/validate.py --model=DIR                    both, in one process
   python launch/validate.py --model=DIR --framework=torch --record=REF
   python launch/validate.py --model=DIR --against=REF      elsewhere, no torch
@@ -19,7 +20,9 @@ from etils import epath
 from glm_jax import cli
 
 _MODEL = flags.DEFINE_string(
-  'model', None, 'Checkpoint directory in the published format.'
+  'model',
+  None,
+  'Checkpoint directory in the published format; default: glm-nano.',
 )
 _TOKENS = flags.DEFINE_string(
   'tokens',
@@ -80,8 +83,6 @@ def read_layers(names: list[str] | None) -> list[int] | None:
 
 
 def main() -> bool:
-  if not _MODEL.value:
-    raise cli.UserError('--model=DIR is needed: a checkpoint directory')
   path = cli.resolve_model_path(_MODEL.value)
   tokens = read_tokens(_TOKENS.value) if _TOKENS.value else None
   from glm_jax.validation import validate

@@ -28,6 +28,7 @@ from glm_jax.checkpoints.orbax_io import (
 from glm_jax.checkpoints.published import PublishedCheckpoint, read_config
 from glm_jax.checkpoints.published import read_json as _read_json
 from glm_jax.config import ModelConfig
+from glm_jax.embedded import EMBEDDED
 from glm_jax.model import Model
 from glm_jax.presets import PRESETS
 from glm_jax.published_config import config_from_published
@@ -44,10 +45,6 @@ __all__ = [
   'save_orbax',
   'save_published',
 ]
-
-# The trained small model that ships with the package; its model card is in
-# there. `load_model()` loads it, and its name stands for its path.
-EMBEDDED = epath.Path(__file__).parent.parent / 'models' / 'glm_nano'
 
 
 def load_config(path_or_preset: epath.PathLike) -> ModelConfig:

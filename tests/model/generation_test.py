@@ -202,7 +202,7 @@ class LauncherTest(parameterized.TestCase):
     (folder / 'words.json').write_text('["a"]')
     model = f'--model={self.directory}'
     for flags, message in (
-      ((), '--model=DIR is needed'),
+      ((), 'either --prompt=TEXT or --prompt_ids'),
       (('--model=zai-org/GLM-5.2',), 'hf download zai-org/GLM-5.2'),
       ((model,), 'either --prompt=TEXT or --prompt_ids'),
       ((model, '--prompt=hello'), 'has no tokenizer.json: use --prompt_ids'),
