@@ -41,7 +41,9 @@ class ScriptedEngine:
     self.ended = {}
     self.prefixes = set()
     self.draining = False
-    self.flushes = 0
+    self.flushes = self.rounds = 0
+    self.tokens = {'prompt': 0, 'generation': 0}
+    self.prefix = {'query_tokens': 0, 'hit_tokens': 0}
     self.fail = None
 
   @property
@@ -79,6 +81,8 @@ class ScriptedEngine:
           self.ended[request.request_id] = reason
         new = tuple(ids[at : at + self.step_tokens])
         rounds = at // self.step_tokens + 1
+        self.rounds += 1
+        self.tokens['generation'] += len(new)
         yield Output(
           new_ids=new,
           logprobs=self._logprobs(request, new),
@@ -108,8 +112,16 @@ class ScriptedEngine:
   async def stats(self):
     return {
       'requests': {'running': len(self.open), 'waiting': 0},
+      'tokens': dict(self.tokens),
       'pages': {'used': 3, 'idle': 2, 'free': 5, 'total': 10},
+      'prefix': dict(self.prefix),
+      'drafts': {
+        'rounds': self.rounds,
+        'drafted': [self.rounds, self.rounds],
+        'accepted': [self.rounds, 0],
+      },
       'preemptions': 4,
+      'corrupted': 0,
       'note': 'text is not shown',
     }
 
@@ -166,6 +178,8 @@ class ScriptedEngine:
     pages = [tuple(prompt[:n]) for n in range(PAGE, len(prompt), PAGE)]
     hit = sum(1 for page in pages if page in self.prefixes)
     self.prefixes.update(pages)
+    self.prefix['query_tokens'] += len(prompt)
+    self.prefix['hit_tokens'] += hit * PAGE
     return hit * PAGE
 
   def _logprobs(self, request, new):

@@ -183,9 +183,6 @@ class DyingEngine:
   def has_work(self):
     return False
 
-  def stats(self):
-    return {}
-
   def step(self):
     if self.failing:
       raise RuntimeError('a device is lost')

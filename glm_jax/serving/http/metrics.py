@@ -25,8 +25,7 @@ class Metrics:
 
   Attributes:
     started: seconds since the epoch.
-    counts: totals for the status page.
-    accepted_by_position: accepted drafts at each place in a round.
+    counts: requests that ended, for the status page.
     rates: generated tokens over time.
   """
 
@@ -37,18 +36,7 @@ class Metrics:
     self._stats: Mapping[str, Any] = {}
     self._registry.register(_EngineCollector(self))
     self.started = time.time()
-    self.counts = {
-      'requests': 0,
-      'finished': 0,
-      'aborted': 0,
-      'prompt_tokens': 0,
-      'cached_tokens': 0,
-      'generation_tokens': 0,
-      'drafts': 0,
-      'draft_tokens': 0,
-      'accepted_tokens': 0,
-    }
-    self.accepted_by_position: dict[int, int] = {}
+    self.counts = {'finished': 0, 'aborted': 0}
     self.rates = Rates()
     self._prompt = self._counter('prompt_tokens', 'Prompt tokens.')
     self._generated = self._counter('generation_tokens', 'Generated tokens.')
@@ -89,7 +77,6 @@ class Metrics:
 
   def sequence(self) -> SequenceMetrics:
     """Begins the measurement of one sequence."""
-    self.counts['requests'] += 1
     return SequenceMetrics(self)
 
   def _counter(self, name: str, about: str):
@@ -137,7 +124,6 @@ class SequenceMetrics:
     self._last = now
     self._ids += count
     metrics._generated.inc(count)
-    metrics.counts['generation_tokens'] += count
     metrics.rates.add(count)
 
   def finish(self, output: Output, reason: str):
@@ -154,20 +140,11 @@ class SequenceMetrics:
     metrics._answers.observe(self._ids)
     if self._first is not None and self._ids > 1:
       metrics._each.observe((self._last - self._first) / (self._ids - 1))
-    counts = metrics.counts
-    counts['aborted' if reason == 'abort' else 'finished'] += 1
-    counts['prompt_tokens'] += output.prompt_tokens
-    counts['cached_tokens'] += output.cached_tokens
-    counts['drafts'] += output.rounds
-    counts['draft_tokens'] += sum(output.drafted)
-    counts['accepted_tokens'] += sum(output.accepted)
-    for position, accepted in enumerate(output.accepted):
-      old = metrics.accepted_by_position.get(position, 0)
-      metrics.accepted_by_position[position] = old + accepted
+    metrics.counts['aborted' if reason == 'abort' else 'finished'] += 1
 
 
 class _EngineCollector:
-  """Turns the engine's stats and our counts into families at scrape time."""
+  """Turns the engine's stats into metric families at scrape time."""
 
   def __init__(self, metrics: Metrics):
     self._metrics = metrics
@@ -178,31 +155,32 @@ class _EngineCollector:
 
   def collect(self) -> Iterator[Any]:
     """Yields metric families."""
-    counts, stats = self._metrics.counts, self._metrics.engine_stats
-    requests, pages = stats.get('requests', {}), stats.get('pages', {})
-    used = pages.get('used', 0) / max(pages.get('total', 1), 1)
+    stats = self._metrics.engine_stats
+    if not stats:
+      return
+    pages, drafts = stats['pages'], stats['drafts']
     for name, value in (
-      ('num_requests_running', requests.get('running', 0)),
-      ('num_requests_waiting', requests.get('waiting', 0)),
-      ('kv_cache_usage_perc', used),
+      ('num_requests_running', stats['requests']['running']),
+      ('num_requests_waiting', stats['requests']['waiting']),
+      ('kv_cache_usage_perc', pages['used'] / pages['total']),
     ):
       yield self._family(GaugeMetricFamily, name, value)
-    preemptions = stats.get('preemptions', 0)
-    yield self._family(CounterMetricFamily, 'num_preemptions', preemptions)
-    for name, key in (
-      ('prefix_cache_queries', 'prompt_tokens'),
-      ('prefix_cache_hits', 'cached_tokens'),
-      ('spec_decode_num_drafts', 'drafts'),
-      ('spec_decode_num_draft_tokens', 'draft_tokens'),
-      ('spec_decode_num_accepted_tokens', 'accepted_tokens'),
+    for name, value in (
+      ('num_preemptions', stats['preemptions']),
+      ('corrupted_requests', stats['corrupted']),
+      ('prefix_cache_queries', stats['prefix']['query_tokens']),
+      ('prefix_cache_hits', stats['prefix']['hit_tokens']),
+      ('spec_decode_num_drafts', drafts['rounds']),
+      ('spec_decode_num_draft_tokens', sum(drafts['drafted'])),
+      ('spec_decode_num_accepted_tokens', sum(drafts['accepted'])),
     ):
-      yield self._family(CounterMetricFamily, name, counts[key])
+      yield self._family(CounterMetricFamily, name, value)
     by_position = CounterMetricFamily(
       'vllm:spec_decode_num_accepted_tokens_per_pos',
       'Accepted drafts at each position.',
       labels=['model_name', 'position'],
     )
-    for position, count in sorted(self._metrics.accepted_by_position.items()):
+    for position, count in enumerate(drafts['accepted']):
       labels = [self._metrics.model_name, str(position)]
       by_position.add_metric(labels, count)
     yield by_position

@@ -37,11 +37,12 @@ def snapshot(service: Service, stats: Mapping[str, Any]) -> dict[str, Any]:
 
   Args:
     service: whose counts.
-    stats: of the engine; numbers are passed on, text is not.
+    stats: of the engine, see `engine.Engine.stats`; numbers are passed on,
+      text is not.
   """
-  counts = service.metrics.counts
-  drafts = counts['drafts']
-  accepted = counts['accepted_tokens'] / drafts if drafts else None
+  counts, drafts = service.metrics.counts, stats['drafts']
+  rounds = drafts['rounds']
+  accepted = sum(drafts['accepted']) / rounds if rounds else None
   return {
     'model': service.model.names[0],
     'max_model_len': service.model.max_model_len,
@@ -60,14 +61,14 @@ def snapshot(service: Service, stats: Mapping[str, Any]) -> dict[str, Any]:
       'aborted': counts['aborted'],
     },
     'tokens': {
-      'prompt': counts['prompt_tokens'],
-      'cached': counts['cached_tokens'],
-      'generated': counts['generation_tokens'],
+      'prompt': stats['prefix']['query_tokens'],
+      'cached': stats['prefix']['hit_tokens'],
+      'generated': stats['tokens']['generation'],
     },
     'tokens_per_second': service.metrics.rates.per_second(),
     'rate_seconds': rates.SECONDS,
     'drafts': {
-      'rounds': drafts,
+      'rounds': rounds,
       'accept_length': accepted,
       'accept_length_with_bonus': None if accepted is None else accepted + 1,
     },
