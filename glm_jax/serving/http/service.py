@@ -225,6 +225,7 @@ class Service:
 
   def _encode(self, text: str) -> tuple[int, ...]:
     """Ids of a prompt; text that can never fit costs no time."""
+    tokenizer = self.tokenizer
     if len(text) > self._longest_text:
       raise ApiError(
         400,
@@ -232,7 +233,7 @@ class Service:
         f'context of {self.model.max_model_len} tokens: shorten it',
         code='context_length_exceeded',
       )
-    return tuple(self.tokenizer.encode(text))
+    return tuple(tokenizer.encode(text))
 
   def _sampling(self, request, max_new_tokens, logprobs, seed):
     defaults = self.model.sampling
