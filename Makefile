@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 
 .PHONY: demo soak test test-long test-tpu validate lint clean
 
-demo: $(VENV)/.validate
+demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
@@ -26,7 +26,7 @@ soak: $(VENV)/.dev
 	$(CPU) $(BIN)/python launch/soak.py --requests=300
 
 validate: $(VENV)/.validate
-	$(CPU) $(BIN)/python launch/demo.py --only_validate
+	$(CPU) $(BIN)/python launch/validate.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -35,6 +35,10 @@ lint: $(VENV)/.dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
+
+$(VENV)/.core: $(VENV)/bin/python setup.py
+	$(BIN)/pip install -q -e .
+	touch $@
 
 $(VENV)/.validate: $(VENV)/bin/python setup.py
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q $(TORCH)

@@ -54,7 +54,7 @@ setup(
     'sharding.planner',
   ],
   package_data={
-    'glm_jax': ['*.jinja'],
+    'glm_jax': ['*.jinja', 'models/glm_nano/*'],
     'glm_jax.serving.http': ['*.html'],
     'pallas_kernels': ['*.json'],
   },
