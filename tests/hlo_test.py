@@ -138,7 +138,8 @@ class CostTest(parameterized.TestCase):
       'metadata={op_name="jit(f)/quiet"}'
     )
     loops = Loops()
-    self.assertEqual(module_cost(loop_text(text), loops).flops, 0)
+    cost = module_cost(loop_text(text), loops)
+    self.assertEqual((cost.flops, cost.bytes), (0, self._loop_bytes()))
     self.assertEqual(loops.silent, {'jit(f)/quiet'})
 
   def _loop_bytes(self):

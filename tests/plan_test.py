@@ -76,6 +76,7 @@ def measured(total=20 * GB, cache=5 * GB, transfers=(), **changes):
     kernels_without_cost=[],
     seconds_to_compile=1.0,
     slot_bytes=0,
+    movement=None,
   ) | changes  # fmt: skip
 
 
@@ -145,6 +146,18 @@ class PlanTest(parameterized.TestCase):
     slow = plan(fetch(seconds=10.0, window=20.0))
     chunks = -(-MILLION // 1000)
     self.assertEqual(slow.prefill_seconds_lower_bound, 10.0 * chunks / 2)
+
+  def test_collectives_that_block(self):
+    some = [
+      dict(kind=k, asynchronous=a, count=n, bytes=1.0, exposed_seconds=0.0)
+      for k, a, n in (
+        ('all-reduce', False, 156.0),
+        ('all-gather', False, 78.0),
+        ('all-gather', True, 50.0),
+      )
+    ]
+    plan = PodPlan(request(), measured(collectives=some))
+    self.assertEqual(plan.blocking_collectives_per_layer, 3)
 
   def test_model_flops_of_each_step(self):
     flops = lambda **o: PodPlan(request(**o), measured()).model_flops.total

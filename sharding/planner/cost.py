@@ -71,7 +71,7 @@ class Loops:
     counts: trips by pattern of `op_name`; the first that matches counts.
     unknown: `op_name` of each loop that no pattern matches; it counts once.
     assumed: `op_name` of the others, with what was assumed.
-    silent: `op_name` of kernels that declare no cost: their FLOPs count as 0.
+    silent: `op_name` of kernels that declare no cost; they count nothing.
   """
 
   def __init__(self, counts: Mapping[str, float] | None = None):
@@ -155,12 +155,17 @@ def instruction_cost(
 
 
 def _declared(instruction: Instruction, moved: float, loops: Loops) -> Cost:
-  """What a kernel says of itself; its operands, if it says nothing."""
+  """What a kernel says of itself.
+
+  One that says nothing counts nothing and is named: its operands may be whole
+  pools of which it reads a few rows.
+  """
   text = instruction.attribute(r'"cost_estimate":\{([^}]*)\}')
   if text is None:
-    if instruction.attribute(r'custom_call_target="(\w+)') == _KERNEL:
-      loops.silent.add(instruction.op_name)
-    return Cost(bytes=moved)
+    if instruction.attribute(r'custom_call_target="(\w+)') != _KERNEL:
+      return Cost(bytes=moved)
+    loops.silent.add(instruction.op_name)
+    return Cost()
   of = lambda name: float((re.findall(rf'"{name}":"?(\d+)', text) or [0])[0])
   flops, declared = of('flops'), of('bytes_accessed')
   return Cost(flops, flops, 0.0, flops, declared or moved)

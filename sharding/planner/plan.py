@@ -72,6 +72,14 @@ class PodPlan:
     return round(sum(counts))
 
   @property
+  def blocking_collectives_per_layer(self) -> float:
+    """Collectives that nothing runs beside, a trunk layer."""
+    blocking = sum(
+      c['count'] for c in self.measured['collectives'] if not c['asynchronous']
+    )
+    return blocking / self.request.config.num_layers
+
+  @property
   def model_flops(self) -> accountant.Flops:
     """FLOPs of the step by the formula, all sequences, drafter included."""
     r, config = self.request, self.request.config
@@ -186,6 +194,7 @@ class PodPlan:
         k: v * per_chip for k, v in device.items() if not isinstance(v, bool)
       },
       'device_bytes': device,
+      'movement': m['movement'],
       'slot_bytes_per_device': m['slot_bytes'],
       'flops_per_token_no_core': self.flops_per_token('no_core'),
       'model_flops_per_step': self.model_flops.total,
@@ -195,6 +204,7 @@ class PodPlan:
       'memory_seconds': m['memory_seconds'],
       'exposed_transfer_seconds': self.exposed_seconds,
       'collectives': m['collectives'],
+      'blocking_collectives_per_layer': self.blocking_collectives_per_layer,
       'transfers': self._by_origin(),
       'operations': m['operations'],
       'loops_assumed': m['loops_assumed'],

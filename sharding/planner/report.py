@@ -65,7 +65,7 @@ def _work(plan: PodPlan) -> list[str]:
   for name in m['loops_unknown']:
     out.append(f'length unknown, counted once: {name}')
   for name in m['kernels_without_cost']:
-    out.append(f'declares no cost, FLOPs counted as 0: {name}')
+    out.append(f'declares no cost, not counted: {name}')
   return out
 
 
@@ -79,6 +79,11 @@ def _transfers(plan: PodPlan) -> list[str]:
       f'{c["kind"] + ", " + form:<34}{c["count"]:>6.0f}'
       f'{c["bytes"] / 1e6:>12.3f}{_time(c["exposed_seconds"]):>12}'
     )
+  lines.append(
+    f'blocking collectives a layer: {plan.blocking_collectives_per_layer:.1f}'
+  )
+  if plan.measured['movement']:
+    lines.append(f'the chunk {plan.measured["movement"]}')
   hidden, exposed = plan.count_fetches(True), plan.count_fetches(False)
   lines.append(f'fetches of cached rows: {hidden} hidden, {exposed} exposed')
   chunk = plan.smallest_hiding_chunk

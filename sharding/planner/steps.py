@@ -42,6 +42,8 @@ class Step(NamedTuple):
     slots: bytes of the plan's transient layers, part of the temporaries of a
       step that moves rows.
     loops: trips of loops whose length is data, by pattern of `op_name`.
+    movement: what a split step sends, rows or results, and the bytes of both;
+      None where there is no choice.
   """
 
   lowered: jax.stages.Lowered
@@ -49,6 +51,7 @@ class Step(NamedTuple):
   unread: int
   slots: int
   loops: dict[str, float]
+  movement: str | None = None
 
 
 def lower(request: PlanRequest) -> Step:
@@ -92,7 +95,10 @@ def lower(request: PlanRequest) -> Step:
   held['state'] = device_bytes(arguments) - sum(held.values())
   unused = unread(traced, arguments)
   lowered = traced.lower(lowering_platforms=('tpu',))
-  return Step(lowered, held, unused, slots, data_loops(request))
+  movement = None
+  if hasattr(plan, 'movement') and plan.is_split(request.rows):
+    movement = str(plan.movement(request.rows, cache))
+  return Step(lowered, held, unused, slots, data_loops(request), movement)
 
 
 def cache_plan(request: PlanRequest, mesh: Mesh) -> ShardedPlan:

@@ -72,6 +72,7 @@ def measure(request: PlanRequest, dump: pathlib.Path) -> dict[str, Any]:
   out |= device_memory(step, memory, wanted)
   out |= module_figures(hlo.parse(text), request, step.loops)
   fetches = any(t['is_fetch'] for t in out['transfers'])
+  out['movement'] = step.movement
   out['slot_bytes'] = step.slots if fetches else 0
   out['operations'] = [dataclasses.asdict(c) for c in choices()]
   say('done')
