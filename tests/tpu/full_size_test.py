@@ -2,7 +2,8 @@
 
 Nothing runs: libtpu compiles the step for a topology and its memory analysis
 is read (compiled, not run). Weights are split over all devices by their
-logical axes and the cache pools by rows, by XLA's own partitioner.
+logical axes and the cache pools by rows, by XLA's own partitioner, which does
+not cut kernels: the ops are plain XLA here (`model_kernels_test.py` has them).
 """
 
 import functools
@@ -91,7 +92,9 @@ def compiled(chip, step, context):
       done=done,
       params=params,
     )
-    traced = decode_step.trace(model, state, plan=LocalPlan())
+    traced = decode_step.trace(
+      model, state, plan=LocalPlan(implementation='xla')
+    )
   else:
     traced = prefill_step.trace(
       model,
@@ -100,7 +103,7 @@ def compiled(chip, step, context):
       ints(CHUNK),
       ints(CHUNK),
       ints(CHUNK),
-      plan=LocalPlan(),
+      plan=LocalPlan(implementation='xla'),
     )
   lowered = traced.lower(lowering_platforms=('tpu',))
   size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
