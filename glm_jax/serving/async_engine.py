@@ -134,6 +134,7 @@ class AsyncEngine:
       while not self._stopping:
         self._take_calls(wait=not self.engine.has_work())
         self._deliver(self.engine.step())
+      self.engine.close()
     except BaseException as error:  # noqa: BLE001 (told to every stream)
       self.error = error
     finally:

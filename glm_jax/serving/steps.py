@@ -29,7 +29,7 @@ from glm_jax.decoding import DecodeState, is_end
 from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
 from glm_jax.plan import LocalPlan
-from glm_jax.sampling import SamplingParams, sample, sampling_params
+from glm_jax.sampling import Purpose, SamplingParams, draw, sampling_params
 from glm_jax.serving.request import MAX_LOGPROBS
 from glm_jax.speculative import accept, keep_hidden
 
@@ -347,7 +347,10 @@ def _after_prompt(state, inputs, logits, hidden, plan):
   if not F:
     return jnp.zeros(0, jnp.int32), jnp.zeros(0, bool), state
   length = inputs.pos[inputs.last_row] + 1
-  first = plan.rows(sample, logits, length, inputs.last_params)
+  params = inputs.last_params
+  choose = lambda allowed, at, seed: draw(allowed, at, seed, Purpose.SAMPLE)
+  allowed = plan.filtered_logits(logits, params)
+  first = plan.rows(choose, allowed, length, params.seed)
   ended = is_end(first, inputs.last_eos) | (length + 1 >= inputs.last_limits)
   at = inputs.last_slot
   put = lambda a, value: a.at[at].set(value.astype(a.dtype), mode='drop')
