@@ -22,15 +22,16 @@ def get_train_config() -> TrainConfig:
   """13.1 M tokens a run; every fourth row drafts."""
   return TrainConfig(
     model=runpy.run_path(str(_TRUNK))['get_config'](),
-    stages=(
+    stages=tuple(
       Stage(
-        name='draft',
-        steps=200,
+        name=name,
+        steps=100,
         window=8192,
         batch=8,
         train=('mtp',),
         draft=DraftForm(steps=7, stride=4),
-      ),
+      )
+      for name in ('first', 'second')
     ),
     learning_rate=3e-3,
     warmup=20,
