@@ -6,6 +6,8 @@ axis may be partial (spec/model.md section 1.5).
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -77,6 +79,8 @@ def scaled_matmul(
   scales: jax.Array,
   block: tuple[int, int] = BLOCK,
   tile_blocks: int = 4,
+  *,
+  implementation: str = 'xla',
 ) -> jax.Array:
   """Rows times block-scaled weights, a few blocks of outputs at a time.
 
@@ -85,12 +89,21 @@ def scaled_matmul(
     values: [F, D] e4m3.
     scales: [f, d] float32.
     block: rows and columns of one block.
-    tile_blocks: blocks of outputs dequantised at once; a whole wide copy of
-      the weights never exists.
+    tile_blocks: blocks of outputs dequantised at once ('xla'); a whole wide
+      copy of the weights never exists.
+    implementation: 'xla', 'tpu' or 'interpret'. None of them is chosen for
+      the caller: linear maps are left to XLA's partitioner, which does not
+      cut kernels.
 
   Returns:
     [T, F] in x's dtype, accumulated in float32.
+
+  Raises:
+    ValueError: the implementation is unknown.
+    NotImplementedError: the kernel does not take these shapes or dtypes.
   """
+  if implementation != 'xla':
+    return _kernel_matmul(x, values, scales, block, implementation)
   F, D = values.shape
   tile = block[0] * tile_blocks
   whole = F // tile
@@ -112,3 +125,16 @@ def scaled_matmul(
     rest = product(values[whole * tile :], scales[whole * tile_blocks :])
     parts.append(rest)
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _kernel_matmul(x, values, scales, block, implementation):
+  # The kernel builds on this file, so it is imported where it is wanted.
+  from pallas_kernels.dispatch import choose, run
+  from pallas_kernels.grouped_matmul import tpu
+
+  available = {
+    'interpret': functools.partial(tpu.scaled_matmul, interpret=True),
+    'tpu': tpu.scaled_matmul,
+  }
+  choice = choose('scaled_matmul', implementation, available)
+  return run(choice, available, x, values, scales, block=block)

@@ -14,7 +14,7 @@ from compare import assert_bit_equal, assert_close
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import choices, grouped_matmul
-from pallas_kernels.block_scale import BLOCK, quantize
+from pallas_kernels.block_scale import BLOCK, quantize, scaled_matmul
 from pallas_kernels.grouped_matmul import tpu
 
 F, D, L = 160, 256, 2  # the last block of outputs is partial
@@ -121,6 +121,35 @@ class TpuGroupedMatmulTest(parameterized.TestCase):
     actual = run(x, jnp.asarray(weights), scales, 0, [8])
     want = np.broadcast_to(values.astype(np.float32), (8, 256))
     assert_close(actual, want, atol=0, rtol=0, name='out')
+
+  @parameterized.parameters(1, 8, 130)
+  def test_dense_matmul(self, count):
+    """576 outputs, as the latents' projection has: a partial block."""
+    x = rows(8, count, ml_dtypes.bfloat16)
+    weights = np.random.default_rng(9).normal(size=(576, D))
+    values, scales = quantize(jnp.asarray(weights, jnp.float32))
+    full = np.repeat(np.repeat(np.asarray(scales), 128, 0), 128, 1)
+    wide = np.asarray(values).astype(np.float64) * full[:576]
+    actual = tpu.scaled_matmul(
+      jnp.asarray(x),
+      values,
+      scales,
+      BLOCK,
+      interpret=pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory='nan'
+      ),
+    )
+    want = x.astype(np.float64) @ wide.T
+    assert_close(actual, want, atol=2e-5, rtol=2**-8, name='out')
+
+  def test_dense_matmul_by_name(self):
+    x = jnp.asarray(rows(10, 8, ml_dtypes.bfloat16))
+    values, scales = quantize(jnp.ones((256, D)))
+    plain = scaled_matmul(x, values, scales)
+    kernel = scaled_matmul(x, values, scales, implementation='interpret')
+    assert_close(kernel, plain, atol=1e-4, rtol=2**-7, name='out')
+    with self.assertRaisesRegex(ValueError, "implementation='mxu'"):
+      scaled_matmul(x, values, scales, implementation='mxu')
 
   def test_scales_belong_to_their_own_block(self):
     """Each 128x128 block has a scale of its own, far from the others."""

@@ -134,14 +134,13 @@ def _kernel(
   scale_ref = refs[0] if len(refs) == 2 else None
   out_ref = refs[-1]
   rows, outputs = out_ref.shape
-  visit = pl.program_id(1)
+  block, visit = pl.program_id(0) * (outputs // LANES), pl.program_id(1)
 
   @pl.when(first[visit] == 1)
   def clear():
     out_ref[...] = jnp.zeros_like(out_ref)
 
   def fill():
-    block = pl.program_id(0) * (outputs // LANES)
     depth = x_ref.shape[1]
     product = _product(x_ref, w_ref, scale_ref, block, depth, unroll=unroll)
     row = row_tile[visit] * rows + lax.broadcasted_iota(
@@ -249,8 +248,36 @@ def grouped_matmul(
       dimension_semantics=('parallel', 'arbitrary'),
       vmem_limit_bytes=_VMEM_BYTES,
     ),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * M * F * D,
+      transcendentals=0,
+      bytes_accessed=M * (D + F) * x.dtype.itemsize
+      + min(M, E) * F * D * weights.dtype.itemsize,
+    ),
     interpret=interpret,
     name='grouped_matmul',
   )
   layer = jnp.asarray(layer, jnp.int32).reshape(1)
   return call(layer, *visits, *operands)
+
+
+def scaled_matmul(
+  x: jax.Array,  # [T, D]
+  values: jax.Array,  # [F, D] e4m3
+  scales: jax.Array,  # [f, d] f32
+  block: tuple[int, int],
+  *,
+  interpret=False,
+  profile: bool = False,
+) -> jax.Array:  # [T, F]
+  """`block_scale.scaled_matmul`: all rows belong to one expert."""
+  return grouped_matmul(
+    x,
+    values[None, None],
+    scales[None, None],
+    0,
+    jnp.full(1, x.shape[0], jnp.int32),
+    scale_block=block,
+    interpret=interpret,
+    profile=profile,
+  )
