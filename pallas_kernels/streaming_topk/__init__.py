@@ -11,11 +11,13 @@ import jax
 
 from pallas_kernels.dispatch import choose, run
 from pallas_kernels.indexer_scores import check_index_arguments
-from pallas_kernels.streaming_topk import reference, xla
+from pallas_kernels.streaming_topk import reference, tpu, xla
 from pallas_kernels.tiling import within_pool
 
 AVAILABLE = {
+  'interpret': functools.partial(tpu.streaming_topk, interpret=True),
   'reference': reference.streaming_topk,
+  'tpu': tpu.streaming_topk,
   'xla': xla.streaming_topk,
 }
 BLOCK_BYTES = 64 << 20
@@ -53,7 +55,8 @@ def streaming_topk(
     k: keys wanted a row.
     first: lowest visible position, as in `indexer_scores`.
     shard: the caller's part of a token-sharded pool; not on one device.
-    implementation: None, 'xla' or 'reference'.
+    implementation: None, 'tpu', 'interpret' (the TPU kernel on a CPU), 'xla'
+      or 'reference'.
     block_bytes: bytes of scores that may exist at once ('xla').
 
   Returns:

@@ -33,6 +33,7 @@ LANES = 128
 SUB = 8  # lines of one tile
 CHUNK = SUB * LANES  # keys of one tile
 GROUP = 8  # tiles sorted against each other
+STEP = 32  # groups counted between two tests of a loop's end
 NO = float('-inf')
 _MIN = -(2**31)
 _NO_KEY = 0x007FFFFF  # `unsigned_key` of -inf; NaN of either sign is beyond
@@ -88,7 +89,7 @@ def sizes_of(k: int, lines: int, full: bool) -> Sizes:
     k=k,
     lines=lines,
     group=group,
-    chunk=power_of_two(lines // SUB // group, 8),
+    chunk=power_of_two(lines // SUB // group, STEP),
     block=power_of_two(lines, LANES),
     full=full,
   )
@@ -183,17 +184,20 @@ class Row:
 
     lax.fori_loop(0, self.steps * sizes.chunk, group, None)
 
-  def count(self, compare, layers):
-    """Scores of the first `layers` layers for which `compare` is true."""
+  def count(self, compare, layers, start=0):
+    """Scores of layers from `start` for which `compare` is true."""
     step = self.sizes.chunk * SUB
 
-    def body(s, total):
-      at = pl.ds(pl.multiple_of(s % self.steps * step, SUB), step)
-      hit = compare(self.layers[s // self.steps, at].reshape(-1, SUB, LANES))
-      return total + jnp.sum(hit.astype(jnp.int32), axis=0)
+    def layer(j, total):
+      def body(s, total):
+        at = pl.ds(pl.multiple_of(s * step, SUB), step)
+        hit = compare(self.layers[j, at].reshape(-1, SUB, LANES))
+        return total + jnp.sum(hit.astype(jnp.int32), axis=0)
+
+      return lax.fori_loop(0, self.steps, body, total)
 
     total = jnp.zeros((SUB, LANES), jnp.int32)
-    return jnp.sum(lax.fori_loop(0, layers * self.steps, body, total))
+    return jnp.sum(lax.fori_loop(start, layers, layer, total))
 
   def kth_largest(self, layers, bound):
     """Unsigned key of the k-th largest score of some layers.
@@ -206,13 +210,13 @@ class Row:
     def bit(i, key):
       trial = key | (jnp.int32(1) << (31 - i))
       at_least = threshold_of(trial)
-      enough = lambda: (
-        self.count(lambda x: x >= at_least, layers) >= self.sizes.k
-      )
-      if not self.sizes.full:
-        known = (trial ^ _MIN) <= (bound ^ _MIN)
-        return jnp.where(lax.cond(known, lambda: True, enough), trial, key)
-      return jnp.where(enough(), trial, key)
+      above = lambda: self.count(lambda x: x >= at_least, layers)
+      known = (trial ^ _MIN) <= (bound ^ _MIN)
+      if self.sizes.full:
+        count = above()
+      else:
+        count = lax.cond(known, lambda: jnp.int32(self.sizes.k), above)
+      return jnp.where(count >= self.sizes.k, trial, key)
 
     return lax.fori_loop(0, 32, bit, jnp.int32(0))
 
@@ -224,7 +228,7 @@ class Row:
     layers = sizes.group
     if not sizes.full:
       layers = sum(
-        (self.count_layer(j, above) > 0).astype(jnp.int32)
+        (self.count(lambda x: x > above, j + 1, j) > 0).astype(jnp.int32)
         for j in range(sizes.group)
       )
       layers = jnp.maximum(layers, 1)
@@ -233,18 +237,6 @@ class Row:
     more = self.count(lambda x: x > least, layers)
     places = jnp.where(jnp.max(least) > NO, sizes.k - more, 0)
     return least, places, more + places
-
-  def count_layer(self, layer, above):
-    """Scores of one layer above a bound."""
-    step = self.sizes.chunk * SUB
-
-    def body(s, total):
-      at = pl.ds(pl.multiple_of(s * step, SUB), step)
-      hit = self.layers[layer, at].reshape(-1, SUB, LANES) > above
-      return total + jnp.sum(hit.astype(jnp.int32), axis=0)
-
-    total = jnp.zeros((SUB, LANES), jnp.int32)
-    return jnp.sum(lax.fori_loop(0, self.steps, body, total))
 
   def count_lines(self, least):
     """Winners and ties of every line, [blocks, 128] in `counts`."""
@@ -392,7 +384,8 @@ def select(
       the same 1024 must be -inf; those of later ones may be anything.
     k: keys wanted a row.
     full: for the cycle model: see `Sizes`.
-    interpret: True or `pltpu.InterpretParams` to run on a CPU.
+    interpret: True, or `pltpu.InterpretParams` to simulate memory and races,
+      to run on a CPU.
 
   Returns:
     positions [T, k] int32, ascending, then -1; scores [T, k] float32 of
@@ -430,7 +423,7 @@ def select(
       dimension_semantics=('parallel',),
       vmem_limit_bytes=3 * row_bytes + (12 << 20),
     ),
-    interpret=pltpu.InterpretParams() if interpret is True else interpret,
+    interpret=interpret,
     name='select_topk',
   )(jnp.clip(last + CHUNK, 0, lines * LANES) // CHUNK, scores)
   return (

@@ -1,0 +1,118 @@
+"""The TPU kernel of `indexer_scores`, interpreted on a CPU.
+
+Small blocks stand in for the real ones, so that a few hundred keys cross
+their edges. Everything that must not be read is NaN, as in
+`indexer_scores_test`, whose cases these are.
+"""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from compare import assert_close
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+from kernels.indexer_scores_test import make_case, scores_f64
+
+from pallas_kernels import indexer_scores
+from pallas_kernels.indexer_scores import tpu
+
+SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory='nan')
+
+
+def run(args, *, block=1024, interpret=True, **options):
+  """The kernel with blocks of `block` keys."""
+  with mock.patch.object(tpu, 'MAX_BLOCK', block):
+    call = functools.partial(tpu.indexer_scores, interpret=interpret, **options)
+    return np.asarray(jax.jit(call)(*args))
+
+
+def races_found():
+  return interpret_pallas_call.races.races_found
+
+
+class TpuScoresTest(parameterized.TestCase):
+  def check(self, args, actual, first=0):
+    expected = scores_f64(*args)
+    expected[:, :first] = -np.inf
+    self.assertEqual(actual.dtype, np.float32)
+    assert_close(actual, expected, atol=1e-4, rtol=1e-5, name='scores')
+
+  @parameterized.product(dtype=('f32', 'bf16', 'fp8'))
+  def test_mixed_rows_over_several_blocks(self, dtype):
+    """Tiles of 4, 3 and 1 rows, padding, holes; 32 heads; three blocks."""
+    rows = [(0, 2100), (2, 0), (1, 1100), (0, -1), (1, 63), (1, 1024)]
+    rows += [(0, 1023), (0, 70), (0, 1), (2, 5)]
+    args = make_case(dtype, (2111, 1101, 3), rows, n=34, heads=32, width=16)
+    hole = np.array(args[4])
+    hole[0, 3], hole[1, 16] = -1, -1
+    args = (*args[:4], jnp.asarray(hole), *args[5:])
+    self.check(args, run(args))
+
+  def test_one_row_a_sequence(self):
+    """Decode: a tile a row; the lowest position is not there."""
+    rows = [(1, 1500), (0, 1023), (2, 12)]
+    args = list(
+      make_case('bf16', (1024, 1501, 0), rows, n=24, heads=32, width=8)
+    )
+    args[2] = args[2].at[int(args[4][1, 0]), 0].set(jnp.nan)
+    args[2] = args[2].at[int(args[4][0, 0]), 0].set(jnp.nan)
+    self.check(args, run(args, first=1), first=1)
+
+  @pytest.mark.long
+  def test_first_beyond_a_block(self):
+    rows = [(0, 1500), (0, 1023), (0, 1100)]
+    args = make_case('f32', (1501,), rows, n=24, heads=2, width=8)
+    self.check(args, run(args, first=1040), first=1040)
+
+  @parameterized.parameters('bf16', 'fp8')
+  def test_no_race_and_no_unwritten_memory(self, dtype):
+    """Simulated memory: copies land when waited for, the rest is NaN."""
+    rows = [(0, 1030), (1, 2), (0, 64), (0, -1)]
+    args = make_case(dtype, (1031, 3), rows, n=17, heads=2, width=8)
+    actual = run(args, interpret=SIMULATED)
+    self.assertFalse(races_found())
+    self.check(args, actual)
+
+  def test_a_race_is_found(self):
+    """The check above can fail: without its wait, the copy races."""
+    body = tpu.score_tiles.__globals__['Stream']
+    rows = [(0, 30)]
+    args = make_case('f32', (31,), rows, n=1, heads=1, width=8)
+    with mock.patch.object(body, 'wait_pages', lambda self, i: None):
+      run(args, interpret=SIMULATED)
+    self.assertTrue(races_found())
+
+  def test_public_call(self):
+    """By name: padding rows and no pages; what no tile divides."""
+    run = functools.partial(indexer_scores, implementation='interpret')
+    args = list(make_case('f32', (65, 0), [(0, -1), (1, 10), (0, -7)], n=3))
+    args[2] = jnp.full_like(args[2], jnp.nan)
+    np.testing.assert_array_equal(run(*args), np.full((3, 192), -np.inf))
+    small = make_case('f32', (7, 3), [(0, 6), (1, 2)], n=2, page=4)
+    with self.assertRaisesRegex(NotImplementedError, 'pages of 64.*page=4'):
+      run(*small)
+    with self.assertRaisesRegex(NotImplementedError, 'multiple of 128.*H=16'):
+      indexer_scores(*args, implementation='tpu')
+    args = make_case('f32', (5,), [], n=1)
+    self.assertEqual(run(*args).shape, (0, 64))
+
+  def test_row_tiles(self):
+    """Every row has one place, in a tile of its own sequence."""
+    rng = np.random.default_rng(0)
+    seq = rng.integers(0, 5, 37).astype(np.int32)
+    pos = rng.integers(-1, 900, 37).astype(np.int32)
+    row_of, seq_of, last_of = map(np.asarray, tpu.row_tiles(seq, pos, 5, 4))
+    self.assertCountEqual(row_of[row_of >= 0].tolist(), range(37))
+    for tile, rows in enumerate(row_of.reshape(-1, 4)):
+      rows = rows[rows >= 0]
+      self.assertTrue((seq[rows] == seq_of[tile]).all())
+      self.assertEqual(last_of[tile], pos[rows].max(initial=-1))
+
+
+if __name__ == '__main__':
+  absltest.main()
