@@ -208,6 +208,12 @@ def attend(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel',), vmem_limit_bytes=_VMEM_BYTES
     ),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * T * N * K * (width + latent_width),
+      transcendentals=T * N * K,
+      bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays)
+      + T * N * latent_width * jnp.dtype(out_dtype).itemsize,
+    ),
     interpret=interpret,
     name='topk_gather_attention',
   )(*arrays)

@@ -248,6 +248,14 @@ def partials(
       # Slots are within the pool; a check costs as much as a copy.
       disable_bounds_checks=True,
     ),
+    # With all k slots in use; fewer cost less.
+    cost_estimate=pl.CostEstimate(
+      flops=2 * T * N * k * (q.shape[2] + latent_width),
+      transcendentals=T * N * k,
+      bytes_accessed=q.size * q.dtype.itemsize
+      + T * k * W * rows.dtype.itemsize
+      + 4 * T * N * (latent_width + 2 * LANES),
+    ),
     interpret=interpret,
     name='partial_attention',
   )(slots, count, *arrays, words_of(rows) if interpret else rows)
