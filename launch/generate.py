@@ -4,7 +4,10 @@
   python launch/generate.py --model=DIR --prompt='Once upon a time'
   python launch/generate.py --model=DIR --prompt_ids=FILE.json --json=OUT.json
 
-`--prompt_ids` holds a list of token ids, or a list of such lists.
+  python launch/generate.py --model=DIR --prompt=Hello --mesh=context=8
+
+`--prompt_ids` holds a list of token ids, or a list of such lists. Over
+several hosts every host runs the same command (`launch/pod.sh`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from absl import flags
 from etils import epath
 
 from glm_jax import cli
+from glm_jax import mesh_flags as _mesh_flags  # noqa: F401  defines flags
 
 _MODEL = flags.DEFINE_string(
   'model',
@@ -137,15 +141,28 @@ def read_prompts(tokenizer) -> list[list[int]]:
 
 def main() -> None:
   path = cli.resolve_model_path(_MODEL.value)
+  from sharding import launching
+
+  with launching.processes():
+    run(path)
+
+
+def run(path: str) -> None:
+  """Generates; with several processes, all of them run this."""
   from glm_jax import checkpoints, generate
   from glm_jax.drafting import DraftOptions
-  from glm_jax.plan import ROW_TILE, LocalPlan
+  from glm_jax.plan import ROW_TILE
   from glm_jax.text import Tokenizer, read_eos_token_ids
+  from sharding import distributed, launching
 
   tokenizer = Tokenizer.load(path)
   prompts = read_prompts(tokenizer)
+  plan = launching.plan_for(
+    checkpoints.load_config(path),
+    row_tile=ROW_TILE if _DETERMINISTIC.value else None,
+  )
   model = checkpoints.load_model(
-    path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value
+    path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value, plan=plan
   )
   eos = () if _IGNORE_EOS.value else read_eos_token_ids(path)
   share = _SHARE.value
@@ -170,8 +187,14 @@ def main() -> None:
     adaptive_drafts=_ADAPTIVE.value,
     prefill_chunk=_CHUNK.value,
     cache_dtype=_CACHE_DTYPE.value,
-    plan=LocalPlan(row_tile=ROW_TILE if _DETERMINISTIC.value else None),
+    plan=plan,
   )
+  if distributed.is_main():
+    report(out, prompts)
+
+
+def report(out, prompts) -> None:
+  """Text on stdout, timings on stderr, all of it in `--json`."""
   for i, tokens in enumerate(out.tokens):
     print(json.dumps(tokens) if out.text is None else out.text[i])
   new = sum(map(len, out.tokens))

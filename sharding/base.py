@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm_jax.cache import Cache
 from glm_jax.config import ModelConfig
-from sharding import vocab
+from sharding import ragged, vocab
 from sharding.collectives import rank_index
 from sharding.experts import run_experts
 from sharding.mesh import CONTEXT, DATA, mesh_shape, ways
@@ -49,6 +49,7 @@ class ShardedPlan:
     min_rows: rows a rank must get for a step to be split.
     expert_capacity: rows a rank sends to one other rank at once in a split
       step; None for twice the even share. More rows go in further rounds.
+    ragged_experts: send exactly the rows that travel (TPU only).
   """
 
   config: ModelConfig
@@ -59,12 +60,15 @@ class ShardedPlan:
   slots: int = 2
   min_rows: int = 256
   expert_capacity: int | None = None
+  ragged_experts: bool = False
 
   # Fixed row tiles promise bits that no sum over devices can keep.
   row_tile = None
 
   def __post_init__(self):
     mesh_shape(self.mesh)
+    if self.ragged_experts:
+      ragged.check_platform(self.mesh)
     if self.slots not in (1, 2):
       raise ValueError(
         f'slots={self.slots} must be 1 (fetch a layer when it is needed) or 2 '

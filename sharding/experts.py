@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from glm_jax.layers import swiglu
 from pallas_kernels import grouped_matmul
 from pallas_kernels.tiling import cdiv, round_up
+from sharding import ragged
 from sharding.collectives import rank_index
 from sharding.mesh import ways
 
@@ -81,15 +82,18 @@ def run_experts(plan, experts, x, chosen, weights, layer) -> jax.Array:
     return lax.psum(out, owners + inner) if owners + inner else out
 
   def split(pool, layer, x, chosen, weights):
-    capacity = _capacity(plan, x.shape[0], chosen.shape[1])
+    capacity = capacity_of(plan, x.shape[0], chosen.shape[1])
 
     def run(x, chosen, weights):
       out = local(pool, layer, x, chosen, weights)
       return lax.psum(out, inner) if inner else out
 
-    return _exchange(
-      run, x, chosen, weights, owners, pool.gate.shape[1], capacity
-    )
+    target = chosen // pool.gate.shape[1]
+    ranks = jnp.arange(lax.axis_size(owners))
+    needs = jnp.any(target[:, :, None] == ranks, axis=1)
+    if plan.ragged_experts:
+      return ragged.exchange(run, x, chosen, weights, owners, needs)
+    return _exchange(run, x, chosen, weights, owners, needs, capacity)
 
   by_row = P(rows or None)
   run = plan.shard_map(
@@ -170,7 +174,7 @@ def _own_scales(plan, block, name, weight, scale):
   return lax.dynamic_slice_in_dim(scale, start, size, axis=side)
 
 
-def _capacity(plan, rows: int, k: int) -> int:
+def capacity_of(plan, rows: int, k: int) -> int:
   """Rows from one rank to another in one round."""
   if plan.expert_capacity is not None:
     return min(max(plan.expert_capacity, 1), rows)
@@ -178,12 +182,10 @@ def _capacity(plan, rows: int, k: int) -> int:
   return min(rows, round_up(2 * cdiv(rows * k, ranks), 8))
 
 
-def _exchange(run, x, chosen, weights, owners, per_rank, capacity):
+def _exchange(run, x, chosen, weights, owners, needs, capacity):
   """Sends rows to their experts' ranks, runs them there, sends sums back."""
   T, D = x.shape
-  ranks = lax.axis_size(owners)
-  target = chosen // per_rank  # [T, k]
-  needs = jnp.any(target[:, :, None] == jnp.arange(ranks), axis=1)
+  ranks = needs.shape[1]
   # A row's place among those that go to the same rank.
   place = jnp.cumsum(needs, axis=0, dtype=jnp.int32) - 1
   swap = lambda a: lax.all_to_all(a, owners, 0, 0, tiled=True)

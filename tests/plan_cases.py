@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from small_models import make_model, prompts, small_config
 
 from glm_jax.decoding import decode_step, start
@@ -60,6 +61,13 @@ def make_plan(name, shape, **options):
   return poisoned(PLANS[name](config(), mesh(shape), **options))
 
 
+def host(a):
+  """An array on the host, whichever processes hold its parts."""
+  if a.is_fully_addressable:
+    return np.asarray(a)
+  return multihost_utils.process_allgather(a, tiled=True)
+
+
 def passes(model, plan, lengths=LENGTHS, rounds=2):
   """Prefill in split chunks, one decode step, rounds of K = 3 drafts.
 
@@ -77,13 +85,14 @@ def passes(model, plan, lengths=LENGTHS, rounds=2):
     num_drafts=3,
   )
   state, logits = decode_step(model, state, plan=plan)
-  out = [(np.asarray(logits), np.asarray(state.last_token))]
+  # Tokens and counts are on every process, as a launcher reads them.
+  out = [(host(logits), np.asarray(state.last_token))]
   state = start_drafting(model, state, 3)
   own = jnp.full((B, 3), -1, jnp.int32)
   for _ in range(rounds):
     state, done = speculative_step(model, state, own, plan=plan)
     live = np.arange(4) < np.asarray(done.count)[:, None]
-    out.append((np.asarray(done.logits)[live], np.asarray(done.tokens)[live]))
+    out.append((host(done.logits)[live], np.asarray(done.tokens)[live]))
   return out
 
 

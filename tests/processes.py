@@ -1,0 +1,61 @@
+"""Two processes of `plan_process.py` and what they print."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+SCRIPT = pathlib.Path(__file__).with_name('plan_process.py')
+
+
+def free_port():
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    return probe.getsockname()[1]
+
+
+class Pair:
+  """Two processes and what they print, in files."""
+
+  def __init__(self, case, mode, *args):
+    folder = tempfile.TemporaryDirectory()
+    case.addCleanup(folder.cleanup)
+    self.folder = pathlib.Path(folder.name)
+    address = f'localhost:{free_port()}'
+    env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    self.processes = [
+      subprocess.Popen(
+        [sys.executable, SCRIPT, address, '2', str(i), mode, *args],
+        stdout=self.open(i, 'out'),
+        stderr=self.open(i, 'err'),
+        env=env,
+      )
+      for i in range(2)
+    ]
+    for process in self.processes:
+      case.addCleanup(process.kill)
+
+  def open(self, i, kind):
+    return (self.folder / f'{i}.{kind}').open('wb')
+
+  def read(self, i, kind):
+    return (self.folder / f'{i}.{kind}').read_text(errors='replace')
+
+  def wait_for(self, text, seconds):
+    end = time.monotonic() + seconds
+    while not all(text in self.read(i, 'out') for i in range(2)):
+      for i, process in enumerate(self.processes):
+        if process.poll() is not None:
+          raise AssertionError(f'{i} ended: {self.read(i, "err")}')
+      if time.monotonic() > end:
+        raise AssertionError(f'no {text!r} in {seconds} s')
+      time.sleep(0.2)
+
+  def finish(self, seconds):
+    for i, process in enumerate(self.processes):
+      code = process.wait(timeout=seconds)
+      if code:
+        raise AssertionError(f'{i} exits with {code}: {self.read(i, "err")}')
