@@ -207,6 +207,8 @@ class PageStore:
       self.tier.unpin(key)
     seq.restores.clear()
     seq.transfers.clear()
+    # Its slot may have another owner before the next step.
+    self.changes = [c for c in self.changes if c[0] != seq.slot]
     self._reserved -= max(seq.planned - len(seq.pages), 0)
     for page in reversed(seq.pages):
       self.pool.release(page)

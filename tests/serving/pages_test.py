@@ -222,6 +222,17 @@ class StoreTest(parameterized.TestCase):
     store.pool.check()
     assert store.pool.num_used == 0 and store.unplanned == 8
 
+  def test_known_fault_44_a_slot_carries_nothing_over_to_its_next_owner(self):
+    store = PageStore(8, Tape())
+    first = sequence(random_prompt(rng(0), 100))
+    admit(store, first)
+    prefill(store, first)
+    assert [c[0] for c in store.changes] == [0, 0]
+    store.release(first)
+    admit(store, sequence(random_prompt(rng(1), 100)))
+    store.flush_changes()
+    assert store._device.calls[-1] == ('set_row', 0, [])
+
   def test_freed_pages_are_poisoned_in_debug_mode_alone(self):
     for debug in (False, True):
       store = PageStore(4, Tape(), debug=debug, caching=False)
