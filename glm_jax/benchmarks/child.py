@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 import sys
 
 from glm_jax.benchmarks.compiled import compile_for, op_function
+from glm_jax.benchmarks.profiling import profiling_build
 from glm_jax.benchmarks.work import representative
+from glm_jax.benchmarks.workers import read_cycles
 from pallas_kernels.arg_specs import arg_spec
-
-_NAME = re.compile(r'hlo_op_name: "([^"]+)"')
-_CYCLES = re.compile(r'estimated_cycles: (\d+)')
 
 
 def measure(case: dict, folder: pathlib.Path) -> dict:
@@ -29,36 +27,21 @@ def measure(case: dict, folder: pathlib.Path) -> dict:
     folder: where libtpu writes estimates.
 
   Returns:
-    With `profile`: cycles by HLO op and the multiple of the simulated case.
-    Else what the compiler says of the whole case.
+    With `profile`: cycles by HLO op of the representative case. Else what
+    the compiler says of the whole case.
   """
   spec = arg_spec(case['op'], case['case'], case['dtype'])
   options, generation = case['options'], case['generation']
-  implementation = case['implementation']
   if not case['profile']:
-    function = op_function(spec, implementation)
+    function = op_function(spec, case['implementation'])
     found = compile_for(function, spec.args, generation, options=options)
     return vars(found)
-  spec, times = representative(spec)
+  spec, _ = representative(spec)
   for old in folder.glob('*.textproto'):
     old.unlink()
-  function = op_function(spec, implementation, profile=True)
-  found = compile_for(function, spec.args, generation, options=options)
-  return dict(
-    times=times, cycles=read_cycles(folder), profile_kernels=found.kernels
-  )
-
-
-def read_cycles(folder: pathlib.Path) -> dict[str, int]:
-  """Estimated cycles by HLO op, from libtpu's static profiles."""
-  cycles = {}
-  for path in sorted(folder.glob('*.textproto')):
-    text = path.read_text()
-    for part in text.split('hlo_op_estimate')[1:]:
-      name, count = _NAME.search(part), _CYCLES.search(part)
-      if name and count:
-        cycles[name.group(1)] = int(count.group(1))
-  return cycles
+  function = profiling_build(spec)
+  compile_for(function, spec.args, generation, options=options)
+  return dict(cycles=read_cycles(folder))
 
 
 def main() -> None:

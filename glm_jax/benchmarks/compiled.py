@@ -69,35 +69,20 @@ class Compiled:
   sparsecore: bool
 
 
-def op_function(
-  spec: ArgSpec, implementation: str | None, *, profile: bool = False
-) -> Callable:
-  """The public call of a case, or the kernel's profiling build.
+def op_function(spec: ArgSpec, implementation: str | None) -> Callable:
+  """The public call of a case.
 
   Args:
     spec: the case.
-    implementation: of the op.
-    profile: the build whose loops have static trip counts and whose
-      branches are taken, for the compiler's cycle model.
+    implementation: of the op; None is its own choice.
 
   Returns:
     A function of the case's array arguments.
   """
   name = spec.op.removesuffix('_in').removesuffix('_out')
   public = getattr(pallas_kernels, name)
-  if not profile:
-    call = functools.partial(public, implementation=implementation)
-    return lambda *args: call(*args, **spec.options)
-  available = inspect.getmodule(public).AVAILABLE
-  options = dict(spec.options)
-  parameters = inspect.signature(available[implementation]).parameters
-  if 'profile' in parameters:
-    options['profile'] = True
-  for option, parameter in inspect.signature(public).parameters.items():
-    if option in parameters and option not in options:
-      if parameter.default not in (inspect.Parameter.empty, None):
-        options[option] = parameter.default
-  return lambda *args: available[implementation](*args, **options)
+  call = functools.partial(public, implementation=implementation)
+  return lambda *args: call(*args, **spec.options)
 
 
 def on_device(generation: str) -> tuple[Any, Any]:

@@ -12,7 +12,12 @@ from typing import Any
 
 from glm_jax.benchmarks.report import Device, Report, Request, Row
 from glm_jax.benchmarks.timing import time_case
-from glm_jax.benchmarks.work import op_work, shape_text, sparsecore_bytes
+from glm_jax.benchmarks.work import (
+  op_work,
+  representative,
+  shape_text,
+  sparsecore_bytes,
+)
 from glm_jax.benchmarks.workers import measure_all
 from pallas_kernels.arg_specs import CASES, DTYPES, OPS, ArgSpec, arg_specs
 
@@ -115,14 +120,16 @@ def _compiled_row(
 ) -> Row:
   work = op_work(spec)
   by_op = estimate.get('cycles', {})
-  total = sum(by_op.values()) * estimate.get('times', 1)
+  _, times = representative(spec)
+  total = sum(by_op.values()) * times
+  whole = by_op and 'error' not in estimate
   seconds = None
-  if by_op and 'error' not in memory:
+  if whole and 'error' not in memory:
     seconds = max(total / device.clock, work.bytes / device.bandwidth)
   details = dict(
-    cycles=int(total) if by_op else None,
+    cycles=int(total) if whole else None,
     cycles_by_op=by_op,
-    simulated_share=1 / estimate['times'] if by_op else None,
+    simulated_share=1 / times if by_op else None,
     flops=work.flops,
     bytes=work.bytes,
     floor_us=1e6 * work.floor_seconds(device.bandwidth, device.flops),
@@ -138,8 +145,9 @@ def _compiled_row(
       compile_seconds=round(memory['seconds'], 1),
       sparsecore=None,
     )
-    if memory['sparsecore']:
-      floor = 1e6 * sparsecore_bytes(spec) / device.bandwidth
+    moved = sparsecore_bytes(spec) if memory['sparsecore'] else 0
+    if moved:
+      floor = 1e6 * moved / device.bandwidth
       details['sparsecore'] = f'{floor:.0f} us (floor)'
   return _row(request, device, system, spec, seconds, details)
 

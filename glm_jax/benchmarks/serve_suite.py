@@ -121,7 +121,7 @@ def _measure(request, url, system, chosen, cases, log) -> list[tuple]:
   found = []
   for case in chosen:
     log(f'{system}: {case}')
-    replayed = benchmark.replay(url, cases[case](), max_concurrency=16)
+    replayed = benchmark.replay(url, cases[case](), max_concurrency=8)
     found.append((case, system, benchmark.summary(replayed)))
   return found
 
@@ -137,7 +137,7 @@ def _server(request: Request, flags) -> Iterator[str]:
   with tempfile.TemporaryDirectory() as folder:
     ready = pathlib.Path(folder) / 'ready.json'
     command = [sys.executable, str(_SERVER), '--port=0', f'--json={ready}']
-    command += [f'--max_model_len={1024 * request.scale}', '--max_num_seqs=16']
+    command += [f'--max_model_len={1024 * request.scale}', '--max_num_seqs=8']
     process = subprocess.Popen([*command, *model, *flags])
     try:
       end = time.monotonic() + _START_SECONDS
@@ -171,7 +171,7 @@ def _report(request: Request, found: list[tuple]) -> Report:
       missed.append(f'{case}, {system}: {figures["failed"]} requests failed')
     if base and figures['output_throughput'] <= base:
       missed.append(f'{case}: the engine is not faster than the naive one')
-  notes = ('all sessions arrive at once; 16 run side by side, greedily',)
+  notes = ('all sessions arrive at once; 8 run side by side, greedily',)
   if naive:
     notes += ('the naive engine has random weights',)
   return ServeReport(tuple(rows), notes, tuple(missed), tuple(blocks))
