@@ -3,7 +3,8 @@
 `jnp.take` of whole rows, 128 lanes at a time, becomes an asynchronous gather
 on the SparseCores (v5p, v6e, tpu7x); v5e, which has none, gathers on its
 TensorCore. No copy of the pool is made. One block of query rows is gathered
-in parts, so that a part arrives while the one before it is multiplied.
+in parts, so that the compiler may run a part's gather behind the kernels of
+the parts before it (it does so for the last part, by its schedule).
 
 A prefill kernel that shares rows between neighbouring queries pays only if
 the union of eight neighbours' selections stays below about twice one
@@ -79,6 +80,9 @@ def topk_gather_attention(
     )
   row_bytes = slots.shape[1] * rows.shape[1] * rows.dtype.itemsize
   block = rows_per_block(row_bytes, block_bytes, T)
+  # A block that divides T saves padded copies of the queries and the output.
+  whole = [b for b in range(_PART, block + 1, _PART) if T % b == 0]
+  block = block if block == T else max(whole, default=block)
   return map_row_blocks(attend, block, q, slots)
 
 
