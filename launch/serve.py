@@ -54,9 +54,19 @@ _KEYS = flags.DEFINE_string(
 _MAX_LEN = flags.DEFINE_integer(
   'max_model_len', None, 'Tokens of a request; default: as many as fit.'
 )
-_MAX_SEQS = flags.DEFINE_integer('max_num_seqs', 64, 'Requests at once.')
+_MAX_SEQS = flags.DEFINE_integer(
+  'max_num_seqs', None, 'Requests at once; default: 64, 8 on a CPU.'
+)
 _MAX_ROWS = flags.DEFINE_integer(
-  'max_num_batched_tokens', 512, 'Rows of one step, drafts included.'
+  'max_num_batched_tokens',
+  None,
+  'Rows of one step, drafts included; default: 512, 128 on a CPU.',
+)
+_COMPACT = flags.DEFINE_bool(
+  'compact_shapes',
+  None,
+  'Compile two shapes alone: starts soon, wastes work on short contexts and '
+  'few requests. Default: on a CPU.',
 )
 _MAX_QUEUE = flags.DEFINE_integer(
   'max_waiting_requests', 1024, 'Requests that may wait; more get 429.'
@@ -181,7 +191,35 @@ def load(path: str):
   return make(jax.random.key(_SEED.value))
 
 
-def sized(model, drafts: int):
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What depends on the backend unless flags say it.
+
+  Attributes:
+    seqs: requests at once.
+    rows: of one step.
+    compact: two shapes alone are compiled.
+  """
+
+  seqs: int
+  rows: int
+  compact: bool
+
+
+def limits() -> Limits:
+  """The limits of this run."""
+  import jax
+
+  cpu = jax.default_backend() == 'cpu'
+  given = lambda flag, default: default if flag.value is None else flag.value
+  return Limits(
+    given(_MAX_SEQS, 8 if cpu else 64),
+    given(_MAX_ROWS, 128 if cpu else 512),
+    given(_COMPACT, cpu),
+  )
+
+
+def sized(model, drafts: int, limit: Limits):
   """The cache that fits beside the model, printed."""
   from glm_jax.cache import cache_dtype
   from glm_jax.serving import sizing
@@ -196,15 +234,15 @@ def sized(model, drafts: int):
     memory = sizing.available_bytes(_UTILIZATION.value)
     memory -= sizing.workspace_bytes(
       model.config,
-      rows=_MAX_ROWS.value,
-      drawn=_MAX_SEQS.value * (drafts + 1) + 8,
+      rows=limit.rows,
+      drawn=limit.seqs * (drafts + 1) + 8,
       context=_MAX_LEN.value or window,
     )
   size = sizing.fit(
     model.config,
     dtype=dtype,
     memory=memory,
-    max_num_seqs=_MAX_SEQS.value,
+    max_num_seqs=limit.seqs,
     max_model_len=_MAX_LEN.value,
     num_pages=_PAGES.value,
   )
@@ -218,19 +256,19 @@ def sized(model, drafts: int):
   return size, dtype
 
 
-def start_engine(model, size, dtype: str, drafts: int, eos):
+def start_engine(model, size, dtype: str, drafts: int, eos, limit: Limits):
   """A running engine with every shape compiled."""
   from glm_jax.plan import ROW_TILE, LocalPlan
   from glm_jax.serving.async_engine import AsyncEngine
-  from glm_jax.serving.config import EngineConfig
+  from glm_jax.serving.config import EngineConfig, buckets
   from glm_jax.serving.engine import Engine
   from pallas_kernels import dispatch
 
   config = EngineConfig(
     max_model_len=size.max_model_len,
     num_pages=size.num_pages,
-    max_num_seqs=_MAX_SEQS.value,
-    max_num_batched_tokens=_MAX_ROWS.value,
+    max_num_seqs=limit.seqs,
+    max_num_batched_tokens=limit.rows,
     num_speculative_tokens=drafts,
     kv_cache_dtype=dtype,
     enable_prefix_caching=_PREFIX.value,
@@ -240,12 +278,21 @@ def start_engine(model, size, dtype: str, drafts: int, eos):
     eos_token_ids=tuple(eos),
     seed=_SEED.value,
   )
+  if limit.compact:
+    config = dataclasses.replace(
+      config,
+      prefill_rows=(0, limit.rows),
+      batch_sizes=(limit.seqs,),
+      draft_counts=(drafts,),
+      context_pages=(config.max_blocks,),
+    )
   plan = LocalPlan(row_tile=ROW_TILE if _DETERMINISTIC.value else None)
   engine = AsyncEngine(Engine(model, config, plan))
   begin = time.perf_counter()
   engine.start()
   engine.wait_until_ready()
-  cli.log(f'compiled every shape in {time.perf_counter() - begin:.1f} s')
+  shapes = len(buckets(config).all())
+  cli.log(f'compiled {shapes} shapes in {time.perf_counter() - begin:.1f} s')
   for choice in dispatch.choices():
     kernels = f', kernels {choice.kernels}' if choice.kernels else ''
     cli.log(f'{choice.op}: {choice.implementation}{kernels}')
@@ -290,8 +337,9 @@ def main() -> bool:
   tokenizer = Tokenizer.load(path, eos_token_ids=eos)
   if tokenizer is None:
     cli.log('no tokenizer: completions take and give token ids alone')
-  size, dtype = sized(model, drafts)
-  engine = start_engine(model, size, dtype, drafts, eos)
+  limit = limits()
+  size, dtype = sized(model, drafts, limit)
+  engine = start_engine(model, size, dtype, drafts, eos, limit)
   served = http.ServedModel(
     names=tuple(_NAMES.value) or (name,),
     vocab_size=model.config.vocab_size,

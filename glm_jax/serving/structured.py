@@ -65,7 +65,9 @@ class GrammarFilter:
       # A proposal outside the grammar, which cannot be kept: any token that
       # follows it is as good as another.
       return self._end
+    # The library may give a word more than the vocabulary needs.
     mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+    mask = mask[: self._words]
     if self._matcher.is_error():
       self.error = self._matcher.get_error()
       return self._end
@@ -78,7 +80,7 @@ class StructuredOutput:
   def __init__(self, tokenizer: Tokenizer, vocab_size: int):
     """Prepares grammars over `tokenizer`; `vocab_size` is the model's."""
     self._tokenizer = tokenizer
-    self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+    self._vocab_size = vocab_size
     self._markup = markup_ids(tokenizer)
 
   def token_filter(
@@ -180,7 +182,9 @@ class StructuredOutput:
         'structured output needs an end token, and this model names none'
       )
     tokens = llguidance.LLTokenizer(
-      self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos
+      self._tokenizer.to_json(),
+      n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
+      eos_token=eos,
     )
     return llguidance, tokens
 

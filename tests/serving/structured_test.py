@@ -116,6 +116,18 @@ def test_an_object_of_any_kind(structured):
   assert not follows(new(), '[1]')
 
 
+@pytest.mark.parametrize('vocab', [288, 289, 300, 320, 1000])
+def test_masks_have_a_bit_for_each_id_of_the_model(vocab):
+  found = StructuredOutput(tokenizer(), vocab)
+  found = found.token_filter(thinking=True, schema=PERSON)
+  for text in ('', 'a', 'a</think>', 'a</think>{"name": "A", "age": 1}'):
+    mask = found.allowed(tokenizer().encode(text))
+    assert mask.shape == (-(-vocab // 32),)
+    flat = np.unpackbits(mask.view(np.uint8), bitorder='little')
+    assert 0 < flat[: tokenizer().vocab_size].sum()
+    assert not flat[tokenizer().vocab_size :].any()
+
+
 def test_reasoning_is_free_and_must_end(structured):
   found = structured.token_filter(thinking=True, schema=PERSON)
   good = 'hm {"x\n中</think>{"name": "A", "age": 1}'
