@@ -13,22 +13,49 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compute_on import compute_on
 
 from glm_jax.cache import Cache
 from pallas_kernels.tiling import PAGE
 
 POOLS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
+# Where a cache keeps its latents in host memory: `host_latent`.
+_ON_HOST = {'latents': 'host', 'latent_scales': 'host_scales'}
 
 
-def _paged(cache: Cache, name: str) -> jax.Array:
+def _field(cache: Cache, name: str) -> tuple[str, bool]:
+  """The cache's field that holds a pool, and whether that is in host memory."""
+  other = _ON_HOST.get(name)
+  if other is not None and getattr(cache, other, None) is not None:
+    return other, True
+  return name, False
+
+
+def _pools(cache: Cache) -> list[tuple[str, str, bool]]:
+  """(pool, field, in host memory) of every pool that the cache has."""
+  found = [(name, *_field(cache, name)) for name in POOLS]
+  return [f for f in found if getattr(cache, f[1]) is not None]
+
+
+def _paged(cache: Cache, field: str) -> jax.Array:
   """A pool as [layers, pages, rows, ...]."""
-  a = getattr(cache, name)
-  rows = 1 if name == 'hidden' else PAGE
+  a = getattr(cache, field)
+  rows = 1 if field == 'hidden' else PAGE
   return a.reshape(-1, cache.num_pages, rows, *a.shape[1:])
 
 
-def _pools(cache: Cache) -> list[str]:
-  return [name for name in POOLS if getattr(cache, name) is not None]
+def _take(paged, page):
+  return jax.lax.dynamic_index_in_dim(paged, page, 1, False)
+
+
+def _put(paged, page, value):
+  at = (0, page) + (0,) * (paged.ndim - 2)
+  return jax.lax.dynamic_update_slice(paged, value[:, None], at)
+
+
+_HOST = jax.memory.Space.Host
+_take_on_host = compute_on('device_host')(jax.jit(_take))
+_put_on_host = compute_on('device_host')(jax.jit(_put))
 
 
 def extract(cache: Cache, page: jax.Array) -> dict[str, jax.Array]:
@@ -41,21 +68,28 @@ def extract(cache: Cache, page: jax.Array) -> dict[str, jax.Array]:
   Returns:
     By pool: [layers, 64, ...] ([1, 1, D] for the hidden state).
   """
-  take = lambda a: jax.lax.dynamic_index_in_dim(a, page, 1, False)
-  return {name: take(_paged(cache, name)) for name in _pools(cache)}
+  record = {}
+  for name, field, on_host in _pools(cache):
+    paged = _paged(cache, field)
+    if on_host:
+      paged, at = jax.device_put((paged, page), _HOST)
+      value = jax.device_put(_take_on_host(paged, at), jax.memory.Space.Device)
+    else:
+      value = _take(paged, page)
+    record[name] = value
+  return record
 
 
 def insert(cache: Cache, page: jax.Array, record) -> Cache:
   """Fills a page from a record; donate the cache."""
-
-  def put(name):
-    a = _paged(cache, name)
-    value = record[name][:, None]
-    at = (0, page) + (0,) * (a.ndim - 2)
-    whole = jax.lax.dynamic_update_slice(a, value, at)
-    return whole.reshape(getattr(cache, name).shape)
-
-  return dataclasses.replace(cache, **{n: put(n) for n in _pools(cache)})
+  changed = {}
+  for name, field, on_host in _pools(cache):
+    paged, value, at = _paged(cache, field), record[name], page
+    if on_host:
+      paged, value, at = jax.device_put((paged, value, page), _HOST)
+    put = _put_on_host if on_host else _put
+    changed[field] = put(paged, at, value).reshape(getattr(cache, field).shape)
+  return dataclasses.replace(cache, **changed)
 
 
 def copy(cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
@@ -76,7 +110,7 @@ def poison(cache: Cache, page: jax.Array) -> Cache:
 
 def record_bytes(cache: Cache) -> int:
   """Bytes of one page's record."""
-  total = sum(getattr(cache, name).nbytes for name in _pools(cache))
+  total = sum(getattr(cache, field).nbytes for _, field, _ in _pools(cache))
   return total // cache.num_pages
 
 

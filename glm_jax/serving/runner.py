@@ -128,17 +128,16 @@ class Runner:
       dtype = 'f32'
     cache = init_cache(model.config, config.num_pages, dtype=dtype, plan=plan)
     self.record_bytes = records.record_bytes(cache)
-    host = host_sharding(cache.latents) if pinned else None
+    host = host_sharding(cache.index_keys) if pinned else None
     self.pinned = host is not None
     self._extract = _extract(host)
     self._root: bytes | None = None
     self._describe = model.config, cache_dtype(model.config, dtype)
     slots = config.max_num_seqs
     # Committed to where they live: page moves are, and jit tells them apart.
-    small = _beside(cache.latents.sharding)
+    small = _beside(cache.index_keys.sharding)
     state = init_state(model, cache, slots, config.most_drafts)
-    if small is cache.latents.sharding:  # else the plan has placed it
-      cache = jax.device_put(cache, small)
+    cache = jax.tree.map(lambda a: jax.device_put(a, a.sharding), cache)
     state = jax.device_put(dataclasses.replace(state, cache=None), small)
     self._state = dataclasses.replace(state, cache=cache)
     table = jnp.full((slots + 1, config.max_blocks), -1, jnp.int32)
@@ -214,8 +213,6 @@ class Runner:
     self.steps += 1
     self.rows['prefill'] += prompt
     self.rows['decode'] += step.rows - prompt
-    for a in jax.tree.leaves(result):
-      a.copy_to_host_async()
     return result
 
   def read(self, result: StepResult, logprobs: bool) -> StepResult:
@@ -235,6 +232,8 @@ class Runner:
       with_drafter=self.with_drafter,
       options=self._options,
     )
+    for a in jax.tree.leaves(result):
+      a.copy_to_host_async()
     return result
 
   def _inputs(self, step, P, B, K, proposals=None) -> StepInputs:
