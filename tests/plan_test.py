@@ -145,7 +145,7 @@ class PlanTest(parameterized.TestCase):
     # Links may bound a prefill that arithmetic does not.
     slow = plan(fetch(seconds=10.0, window=20.0))
     chunks = -(-MILLION // 1000)
-    self.assertEqual(slow.prefill_seconds_lower_bound, 10.0 * chunks / 2)
+    self.assertEqual(slow.prefill_seconds_lower_bound, 10.0 * chunks)
 
   def test_collectives_that_block(self):
     some = [

@@ -127,8 +127,8 @@ class PodPlan:
       return bound
     chunks = math.ceil(r.batch * r.context / r.chunk)
     moved = sum(t['seconds'] * t['times'] for t in self.fetches)
-    # The cache fills linearly: a chunk fetches half of it on average.
-    return max(bound, moved * chunks / 2)
+    # Shapes are static: every chunk fetches whole layers, full or not.
+    return max(bound, moved * chunks)
 
   @property
   def smallest_hiding_chunk(self) -> int | None:
