@@ -46,13 +46,15 @@ class ExpertExchangeTest(parameterized.TestCase):
     array = lambda n, dtype: jax.ShapeDtypeStruct((T, n), dtype, sharding=rows)
     k = config.moe.experts_per_token
     run = jax.jit(lambda *args: plan.experts(*args, 1)[0])
-    compiled = run.trace(
+    lowered = run.trace(
       experts,
       array(config.hidden_size, jnp.bfloat16),
       array(k, jnp.int32),
       array(k, jnp.float32),
-    ).lower(lowering_platforms=('tpu',)).compile()  # fmt: skip
-    self.assertIn('ragged-all-to-all', compiled.as_text())
+    ).lower(lowering_platforms=('tpu',))
+    self.assertIn('ragged_all_to_all', lowered.as_text())
+    memory = lowered.compile().memory_analysis()
+    self.assertGreater(memory.temp_size_in_bytes, 0)
 
 
 if __name__ == '__main__':
