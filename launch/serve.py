@@ -71,6 +71,12 @@ _COMPACT = flags.DEFINE_bool(
 _MAX_QUEUE = flags.DEFINE_integer(
   'max_waiting_requests', 1024, 'Requests that may wait; more get 429.'
 )
+_PLANNED = flags.DEFINE_float(
+  'planned_share',
+  0.1,
+  'Share of its new tokens that must fit when a request is admitted. Below 1 '
+  'more run at once, and some may be set aside for a while.',
+)
 _DRAFTS = flags.DEFINE_integer(
   'num_speculative_tokens',
   None,
@@ -273,6 +279,7 @@ def start_engine(model, size, dtype: str, drafts: int, eos, limit: Limits):
     kv_cache_dtype=dtype,
     enable_prefix_caching=_PREFIX.value,
     max_queue=_MAX_QUEUE.value,
+    planned_share=_PLANNED.value,
     host_cache_bytes=int(_HOST_GIB.value * 2**30),
     disk_cache_dir=_DISK.value,
     eos_token_ids=tuple(eos),
