@@ -1,10 +1,9 @@
 """Exact top-k on TPU: scores of a bounded block of rows, then their selection.
 
-Two kernels, with [rows, S] float32 scores between them. A row of scores is
-read from HBM once (the selection keeps it in the core's memory), so fusing a
-first threshold pass into the scores would save one of 33 counting passes and
-no traffic: one write and one read of 4 bytes a key and row, against 8,192
-multiply-adds that the matmul unit spends on them. It was left out.
+Two kernels, with [rows, S] float32 scores between them. The selection reads
+a row of scores from HBM once and keeps it in the core's memory, so a first
+threshold pass inside the scores would save no traffic, and one of about 60
+counting passes (most of them over an eighth of the row): it was left out.
 
 Memory law: scores of as many rows as fit in `block_bytes`, a multiple of
 eight, never of all T.
