@@ -24,14 +24,14 @@ class Slot(NamedTuple):
   Attributes:
     latents: [pages * 64, W].
     latent_scales: [pages * 64, G] with fp8 records, else None.
-    index_keys: [pages * 64, H] of a full layer; of a shared layer what was
-      there before.
+    index_keys: [pages * 64, H] of a full layer; of a shared layer those of
+      its full layer, None while it is on its way.
     index_scales: [pages * 64] with fp8 keys, else None.
   """
 
   latents: jax.Array
   latent_scales: jax.Array | None
-  index_keys: jax.Array
+  index_keys: jax.Array | None
   index_scales: jax.Array | None
 
 

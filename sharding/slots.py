@@ -79,7 +79,7 @@ class SlotPlan(ShardedPlan, abc.ABC):
   def begin(self, cache: ShardedCache, rows: Rows, layer, index_slot):
     """Fetches the first layer, unless it has arrived already."""
     if cache.slot is None:
-      cache, slot = self._fetch(cache, None, layer, index_slot)
+      cache, slot = self._fetch(cache, layer, index_slot)
       cache = dataclasses.replace(cache, slot=slot)
     return cache, rows
 
@@ -87,24 +87,29 @@ class SlotPlan(ShardedPlan, abc.ABC):
     """Sends for the next layer, or notes it down with one slot."""
     if self.slots == 1:
       return cache, (layer, index_slot)
-    return self._fetch(cache, cache.slot, layer, index_slot)
+    return self._fetch(cache, layer, index_slot)
 
   def arrive(self, cache: ShardedCache, ahead) -> ShardedCache:
     """The layer that was sent for is the one that computes next."""
     if self.slots == 1:
-      cache, ahead = self._fetch(cache, cache.slot, *ahead)
+      cache, ahead = self._fetch(cache, *ahead)
+    if ahead.index_keys is None:
+      # Not when it was sent for: a full layer has written its keys since.
+      old = cache.slot
+      ahead = ahead._replace(
+        index_keys=old.index_keys, index_scales=old.index_scales
+      )
     return dataclasses.replace(cache, slot=ahead)
 
   def end(self, cache: ShardedCache) -> ShardedCache:
     """Drops the slot."""
     return dataclasses.replace(cache, slot=None)
 
-  def _fetch(self, cache, old: Slot | None, layer, index_slot):
+  def _fetch(self, cache, layer, index_slot):
+    keys = None, None
     with jax.named_scope('fetch'):
       cache, latents, scales = self.read_layer(cache, layer)
-      if index_slot is None:
-        keys = old.index_keys, old.index_scales
-      else:
+      if index_slot is not None:
         cache, *keys = self.read_keys(cache, index_slot)
     return cache, Slot(latents, scales, *keys)
 
