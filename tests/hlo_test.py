@@ -239,6 +239,36 @@ class CostTest(parameterized.TestCase):
     update = 8 * row + 4  # the new rows lie on the chip
     self.assertEqual(module_cost(m).bytes, gather + update + 2 * 4 * row)
 
+  def test_a_layer_sliced_from_a_stack_two_fusions_down(self):
+    m = module("""
+      %slice (p0: bf16[18,64,128], p1: s32[]) -> bf16[64,128] {
+        %p0 = bf16[18,64,128] parameter(0)
+        %p1 = s32[] parameter(1)
+        %z = s32[] constant(0)
+        %s = bf16[1,64,128] dynamic-slice(%p0, %p1, %z, %z), dynamic_slice_sizes={1,64,128}
+        ROOT %b = bf16[64,128] bitcast(%s)
+      }
+
+      %fused (q0: bf16[18,64,128], q1: s32[], q2: bf16[8,128]) -> f32[8,64] {
+        %q0 = bf16[18,64,128] parameter(0)
+        %q1 = s32[] parameter(1)
+        %q2 = bf16[8,128] parameter(2)
+        %w = bf16[64,128] fusion(%q0, %q1), kind=kLoop, calls=%slice
+        ROOT %c = f32[8,64] convolution(%q2, %w), dim_labels=bf_oi->bf
+      }
+
+      ENTRY %main (a: bf16[18,64,128], i: s32[], x: bf16[8,128]) -> f32[8,64] {
+        %a = bf16[18,64,128] parameter(0)
+        %i = s32[] parameter(1)
+        %x = bf16[8,128] parameter(2)
+        ROOT %f = f32[8,64] fusion(%a, %i, %x), kind=kOutput, calls=%fused
+      }
+    """)
+    cost = module_cost(m)
+    self.assertEqual(cost.flops, 2 * 8 * 64 * 128)
+    moved = 2 * 64 * 128 + 4 + 2 * 8 * 128 + 4 * 8 * 64
+    self.assertEqual(cost.bytes, moved)
+
   def test_time_is_the_slower_side(self):
     compute = Cost(flops=1, passes=CHIP.peak())
     memory = Cost(bytes=2 * CHIP.bandwidth)

@@ -291,20 +291,17 @@ def _bytes(
     return 3.0 * hbm(operands[-1]) + hbm(operands[1])
   if code == 'fusion' and 'calls' in instruction.called:
     inner = module.computations[instruction.called['calls']]
-    return _fusion_bytes(computation, instruction, inner)
+    return _fusion_bytes(module, computation, instruction, inner)
   return float(result + sum(hbm(n) for n in dict.fromkeys(operands)))
 
 
-def _fusion_bytes(outer: Computation, fusion: Instruction, inner) -> float:
+def _fusion_bytes(module, outer: Computation, fusion: Instruction, inner):
   """Operands as far as the fusion reads them, and what it writes."""
   total = 0.0
   for number, parameter in inner.parameters.items():
     whole = outer.by_name[fusion.operands[number]].bytes
-    users = inner.users.get(parameter.name, [])
-    touched = [_touched(inner, parameter, user) for user in users]
-    if whole and users and None not in touched:
-      whole = min(whole, sum(touched))
-    total += whole
+    touched = _touched(module, inner, parameter.name) if whole else 0
+    total += whole if touched is None else min(whole, touched)
   for write in _results(inner):
     if write.opcode == 'dynamic-update-slice':
       total += inner.by_name[write.operands[1]].arrays[0].bytes
@@ -340,12 +337,25 @@ def _written(write: Instruction, fusion: Instruction) -> int:
   )
 
 
-def _touched(inner: Computation, parameter, user: Instruction) -> int | None:
-  """Bytes of a parameter that one user reads; None for all of it."""
-  first = user.operands[0] == parameter.name
-  size = lambda array: Array(array.dtype, array.dims).bytes
-  if first and user.opcode in ('dynamic-slice', 'gather', 'slice'):
-    return size(user.arrays[0])
-  if first and user.opcode in ('dynamic-update-slice', 'scatter'):
-    return 0  # updated where it lies; the write is counted with the results
-  return None
+def _touched(module: Module, inner: Computation, name: str) -> int | None:
+  """Bytes of a value that a fusion reads; None for all of them."""
+  total = 0
+  for user in inner.users.get(name, []):
+    first = user.operands[0] == name
+    if first and user.opcode in ('dynamic-slice', 'gather', 'slice'):
+      array = user.arrays[0]
+      read = Array(array.dtype, array.dims).bytes
+    elif first and user.opcode in ('dynamic-update-slice', 'scatter'):
+      read = 0  # updated where it lies; the write counts with the results
+    elif user.opcode == 'bitcast':
+      read = _touched(module, inner, user.name)
+    elif user.opcode == 'fusion':
+      nested = module.computations[user.called['calls']]
+      number = user.operands.index(name)
+      read = _touched(module, nested, nested.parameters[number].name)
+    else:
+      read = None
+    if read is None:
+      return None
+    total += read
+  return total
