@@ -35,6 +35,7 @@ from glm_jax.serving.sequence import Sequence, State
 from glm_jax.serving.steps import StepResult
 from glm_jax.serving.store import PageStore
 from glm_jax.serving.tally import Tally
+from glm_jax.serving.tuning import Tuning
 from pallas_kernels.tiling import cdiv
 
 
@@ -76,7 +77,9 @@ class Engine:
       caching=config.enable_prefix_caching,
       debug=config.debug,
     )
-    self.scheduler = Scheduler(config, buckets(config), self.store)
+    self.scheduler = Scheduler(
+      config, buckets(config), self.store, self.runner.chunks
+    )
     eos = config.eos_token_ids
     eos = model.config.eos_token_ids if eos is None else eos
     self._intake = Intake(config, model.config.vocab_size, eos)
@@ -183,6 +186,15 @@ class Engine:
     self.store.offload(self.config.num_pages)
     self.host.sink()
     self.disk.close()
+
+  def tune(self, path: str | None = None, candidates=()) -> Tuning:
+    """Chooses how each context range runs; before `warm_up`.
+
+    See `runner.Runner.tune`.
+    """
+    chosen = self.runner.tune(path, candidates)
+    self.scheduler.set_chunks(self.runner.chunks)
+    return chosen
 
   def warm_up(self) -> int:
     """Compiles every shape; returns how many."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from glm_jax.serving.config import EngineConfig, buckets
 from glm_jax.serving.engine import Engine
+from glm_jax.serving.inputs import InputBuilder
 from glm_jax.serving.request import Request, SamplingParams
 from glm_jax.serving.runner import Runner
 from glm_jax.serving.steps import Logprobs, StepResult
@@ -31,23 +32,15 @@ class InstantRunner(Runner):
   def __init__(self, config: EngineConfig):
     self.buckets = buckets(config)
     self.with_drafter = config.most_drafts > 0
+    self.chunks = dict.fromkeys(self.buckets.blocks, self.buckets.prefill[-1])
     self.steps = 0
     self.rows = {'prefill': 0, 'decode': 0}
     self.record_bytes, self.pinned = 1, False
     self._num_slots = config.max_num_seqs
-    self._words = cdiv(_VOCAB, 32)
-    self._open = {}
+    self._inputs = InputBuilder(
+      config.max_num_seqs, self.buckets.finishing, cdiv(_VOCAB, 32), np.full
+    )
     self._table = np.zeros((1, config.max_blocks))
-
-  def _open_masks(self, B, K, F):
-    shape = B, K, F
-    if shape not in self._open:
-      ones = lambda *shape: np.full(
-        (*shape, self._words), 0xFFFFFFFF, np.uint32
-      )
-      forced = np.full((B, K), -1, np.int32)
-      self._open[shape] = forced, ones(B, K + 1), ones(F)
-    return self._open[shape]
 
   def _run(self, inputs, blocks: int) -> StepResult:
     (B, K), F = inputs.forced.shape, len(inputs.last_row)

@@ -15,24 +15,24 @@ from collections.abc import Sequence as Seq
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from glm_jax.cache import cache_dtype, init_cache
 from glm_jax.drafting import DraftOptions, drafter
 from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
-from glm_jax.sampling import SamplingParams
-from glm_jax.serving import records
+from glm_jax.serving import records, tuning
 from glm_jax.serving.config import Buckets, EngineConfig, buckets
+from glm_jax.serving.inputs import InputBuilder
 from glm_jax.serving.scheduler import StepPlan
-from glm_jax.serving.sequence import Sequence
 from glm_jax.serving.steps import (
-  MAX_STOP_IDS,
   StepInputs,
   StepResult,
   engine_step,
   init_state,
 )
-from pallas_kernels.tiling import cdiv
+from glm_jax.serving.tuning import Tuning
+from pallas_kernels.tiling import PAGE, cdiv
 
 TABLE_ENTRIES = 64  # changes of the page table in one call
 
@@ -103,6 +103,7 @@ class Runner:
   Attributes:
     buckets: the shapes that steps are padded to.
     with_drafter: the drafter's rows are kept.
+    chunks: prompt rows of a step at most, by pages a request.
     record_bytes: bytes of one page's record.
     pinned: records lie in pinned host memory, not in numpy arrays.
     steps: steps dispatched.
@@ -144,14 +145,15 @@ class Runner:
     self._table = jax.device_put(table, small)
     self._small = small
     self._plans = dict.fromkeys(self.buckets.blocks, plan)
+    self.chunks = dict.fromkeys(self.buckets.blocks, self.buckets.prefill[-1])
     share = model.config.mtp.share_index_and_kv
     self._options = DraftOptions(share, share)
     self._leaves, treedef = jax.tree.flatten(model)
     self._step = _compiled_step(treedef)
     self._num_slots = slots
     self._debug = config.debug
-    self._open: dict[tuple[int, ...], tuple] = {}
-    self._words = cdiv(model.config.vocab_size, 32)
+    words = cdiv(model.config.vocab_size, 32)
+    self._inputs = InputBuilder(slots, self.buckets.finishing, words, jnp.full)
 
   @property
   def root(self) -> bytes:
@@ -177,7 +179,7 @@ class Runner:
     """Compiles every shape; returns how many."""
     shapes = self.buckets.all()
     for prefill, batch, drafts, blocks in shapes:
-      inputs = self._inputs(StepPlan(), prefill, batch, drafts)
+      inputs = self._inputs.build(StepPlan(), prefill, batch, drafts)
       result = self._run(inputs, blocks)
     page = jnp.int32(0)
     record = self._extract(self._state.cache, page)
@@ -189,6 +191,72 @@ class Runner:
     self.set_entries([(self._num_slots, 0, -1)])
     jax.block_until_ready((result, self._state, self._table))
     return len(shapes)
+
+  def tune(
+    self, path: str | None = None, candidates: Seq[LocalPlan] = ()
+  ) -> Tuning:
+    """Chooses how each context range runs; before the first request.
+
+    Args:
+      path: of a saved choice; read if it is there, written if not.
+      candidates: plans to choose from; () for variants of the engine's own.
+
+    Returns:
+      The choice, which is in force.
+
+    Raises:
+      ValueError: the file is of another device, model or engine.
+    """
+    own = self._plans[self.buckets.blocks[0]]
+    candidates = tuple(candidates) or tuning.default_candidates(own)
+    key = tuning.tuning_key((self._describe, self.buckets), candidates)
+    if path is not None and epath.Path(path).exists():
+      chosen = tuning.load(path, key)
+    else:
+      steps = functools.partial(self._time_step, candidates)
+      chosen = tuning.tune(key, self.buckets, len(candidates), steps)
+      if path is not None:
+        chosen.save(path)
+    self._plans = {n: candidates[i] for n, i in chosen.plans.items()}
+    self.chunks = dict(chosen.chunks)
+    return chosen
+
+  def _time_step(self, candidates, blocks, rows, plan) -> list[float]:
+    """Times steps at the end of a context range, on pages nobody uses yet.
+
+    Slot 0 stands for every request: its rows see a full context, whose pages
+    are all page 0.
+    """
+    b = self.buckets
+    self.set_row(0, [0] * blocks)
+    inputs = self._inputs.build(StepPlan(), rows, b.batch[-1], b.drafts[0])
+    last = blocks * PAGE - rows - 2
+    at = np.arange(last, last + rows, dtype=np.int32)
+    inputs = dataclasses.replace(inputs, slot=np.zeros(rows, np.int32), pos=at)
+    if not rows:
+      inputs = dataclasses.replace(
+        inputs, slots=np.zeros(b.batch[-1], np.int32)
+      )
+    before, self._plans = self._plans, {blocks: candidates[plan]}
+    put = lambda a, value: jax.device_put(a.at[0].set(value), self._small)
+    try:
+
+      def run():
+        state = self._state
+        self._state = dataclasses.replace(
+          state,
+          lengths=put(state.lengths, blocks * PAGE - 1),
+          limits=put(state.limits, 1 << 30),
+          done=put(state.done, False),
+        )
+        return self._run(inputs, blocks)
+
+      return tuning.timed(run)
+    finally:
+      self._plans = before
+      state = self._state
+      self._state = dataclasses.replace(state, done=put(state.done, True))
+      self.set_row(0, [])
 
   def dispatch(self, step: StepPlan, proposals=None) -> StepResult:
     """Runs one step.
@@ -202,7 +270,7 @@ class Runner:
     """
     b, fit = self.buckets, Buckets.fit
     prompt = sum(c.count for c in step.prefill)
-    inputs = self._inputs(
+    inputs = self._inputs.build(
       step,
       fit(b.prefill, prompt),
       fit(b.batch, len(step.decode)),
@@ -235,94 +303,6 @@ class Runner:
     for a in jax.tree.leaves(result):
       a.copy_to_host_async()
     return result
-
-  def _inputs(self, step, P, B, K, proposals=None) -> StepInputs:
-    """Fresh arrays of one step, padded to its shapes."""
-    S, F = self._num_slots, self.buckets.finishing if P else 0
-    tokens, pos = np.zeros(P, np.int32), np.full(P, -1, np.int32)
-    slot, draft = np.full(P, S, np.int32), np.zeros(P, bool)
-    rows, ends = np.zeros(F, np.int32), []
-    at = 0
-    for chunk in step.prefill:
-      seq, end = chunk.seq, at + chunk.count
-      first, last = chunk.start, chunk.start + chunk.count
-      tokens[at:end] = seq.ids[first:last]
-      pos[at:end] = np.arange(first, last, dtype=np.int32)
-      slot[at:end] = seq.slot
-      draft[at:end] = pos[at:end] >= seq.draft_from
-      if chunk.last:
-        rows[len(ends)] = end - 1
-        ends.append(seq)
-      at = end
-    slots, count = np.full(B, S, np.int32), np.zeros(B, np.int32)
-    for i, (seq, drafts) in enumerate(step.decode):
-      slots[i], count[i] = seq.slot, drafts
-    limits, last_slot, eos, params = self._ends(ends, F)
-    forced, mask, last_mask = self._masks(step, ends, B, K, F, proposals)
-    wanted = any(s.request.sampling.logprobs is not None for s in step.drawing)
-    return StepInputs(
-      tokens=tokens,
-      slot=slot,
-      pos=pos,
-      draft=draft,
-      last_row=rows,
-      last_slot=last_slot,
-      last_limits=limits,
-      last_eos=eos,
-      last_params=params,
-      slots=slots,
-      count=count,
-      forced=forced,
-      masked=np.bool_(bool(proposals)),
-      mask=mask,
-      last_mask=last_mask,
-      logprobs=np.bool_(wanted),
-    )
-
-  def _ends(self, ends: list[Sequence], F: int):
-    """What the slots of finishing prompts are filled with."""
-    limits = np.ones(F, np.int32)
-    slot = np.full(F, self._num_slots + 1, np.int32)
-    eos = np.full((F, MAX_STOP_IDS), -1, np.int32)
-    temperature, min_p = np.zeros((2, F), np.float32)
-    top_p = np.ones(F, np.float32)
-    top_k, seed = np.zeros(F, np.int32), np.zeros(F, np.uint32)
-    for i, seq in enumerate(ends):
-      p = seq.request.sampling
-      slot[i], limits[i], seed[i] = seq.slot, seq.limit, seq.seed
-      eos[i, : len(seq.eos)] = sorted(seq.eos)
-      temperature[i], top_p[i] = p.temperature, p.top_p
-      top_k[i], min_p[i] = p.top_k, p.min_p
-    params = SamplingParams(temperature, top_k, top_p, min_p, seed)
-    return limits, slot, eos, params
-
-  def _masks(self, step, ends, B, K, F, proposals):
-    """Proposals and masks; constants on the device where nobody filters."""
-    forced, mask, last_mask = self._open_masks(B, K, F)
-    if not proposals:
-      return forced, mask, last_mask
-    full = np.uint32(0xFFFFFFFF)
-    forced = np.full((B, K), -1, np.int32)
-    mask = np.full((B, K + 1, self._words), full)
-    last_mask = np.full((F, self._words), full)
-    for i, (seq, _) in enumerate(step.decode):
-      if seq in proposals:
-        tokens, masks = proposals[seq]
-        forced[i, : len(tokens)] = tokens
-        mask[i, : len(masks)] = masks
-    for i, seq in enumerate(ends):
-      if seq in proposals:
-        last_mask[i] = proposals[seq][1][0]
-    return forced, mask, last_mask
-
-  def _open_masks(self, *shape):
-    if shape not in self._open:
-      B, K, F = shape
-      ones = lambda *shape: jnp.full(shape, 0xFFFFFFFF, jnp.uint32)
-      forced = jnp.full((B, K), -1, jnp.int32)
-      masks = ones(B, K + 1, self._words), ones(F, self._words)
-      self._open[shape] = forced, *masks
-    return self._open[shape]
 
   # Page moves, in the order of the calls.
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Mapping
 
 from glm_jax.serving.config import Buckets, EngineConfig
 from glm_jax.serving.sequence import Sequence, State
 from glm_jax.serving.store import Hit, PageStore
-from pallas_kernels.tiling import cdiv
+from pallas_kernels.tiling import PAGE, cdiv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +84,26 @@ class Scheduler:
     preemptions: how often a running request was sent back.
   """
 
-  def __init__(self, config: EngineConfig, buckets: Buckets, store: PageStore):
+  def __init__(
+    self,
+    config: EngineConfig,
+    buckets: Buckets,
+    store: PageStore,
+    chunks: Mapping[int, int],
+  ):
     self.waiting: list[Sequence] = []
     self.running: list[Sequence] = []
     self.preemptions = 0
     self._config = config
     self._buckets = buckets
     self._store = store
+    self._chunk_rows = chunks
     self._blocked: tuple | None = None  # what could not be admitted, when
     self._slots = list(range(config.max_num_seqs))[::-1]
+
+  def set_chunks(self, chunks: Mapping[int, int]) -> None:
+    """Prompt rows of a step at most, by pages of the longest request."""
+    self._chunk_rows = chunks
 
   def add(self, seq: Sequence) -> None:
     """Queues a sequence."""
@@ -227,7 +239,9 @@ class Scheduler:
     ready = [s for s in self.running if s.state is State.PREFILL]
     if not ready:
       return []
-    rows = min(rows, self._buckets.prefill[-1])
+    longest = cdiv(max(len(s.ids) for s in ready), PAGE)
+    context = Buckets.fit(self._buckets.blocks, longest)
+    rows = min(rows, self._chunk_rows[context])
     best = min(s.request.priority for s in ready)
     first = sorted(
       (s for s in ready if s.request.priority == best), key=lambda s: s.arrival
