@@ -361,7 +361,12 @@ def main() -> bool:
     request_seconds=_TIMEOUT.value,
     log_requests=_LOG_REQUESTS.value,
   )
-  app = http.create_app(engine, served, options, on_shutdown=engine.drain)
+
+  async def drain() -> None:
+    if engine.alive:
+      await engine.drain()
+
+  app = http.create_app(engine, served, options, on_shutdown=drain)
 
   def started(url: str) -> None:
     cli.log(f'listening on {url}{" (no API key)" if not keys else ""}')
