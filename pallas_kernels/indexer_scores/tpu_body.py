@@ -297,6 +297,14 @@ def score_tiles(
   hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   mine = lambda i, *_: (i, 0, 0)
   scaled = lambda x: None if plane is None else x
+  keys = sizes.blocks * sizes.block
+  # As if every row saw all keys; a row with fewer costs less.
+  cost = pl.CostEstimate(
+    flops=2 * out_rows * (q.shape[1] // sizes.rows) * q.shape[2] * keys,
+    transcendentals=0,
+    bytes_accessed=q.shape[0] * keys * q.shape[2] * key_pages.dtype.itemsize
+    + 4 * out_rows * keys,
+  )
   return pl.pallas_call(
     functools.partial(kernel, sizes=sizes),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -324,6 +332,7 @@ def score_tiles(
       ],
     ),
     out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+    cost_estimate=cost,
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel',),
       # Page ids were brought into range; a check costs as much as a copy.
