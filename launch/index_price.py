@@ -67,6 +67,8 @@ class Study:
     )
     self.base, self.recipe = load('get_base'), load('get_train_config')
     self.tokenizer = Tokenizer.load(self.corpus / 'tokenizer')
+    if self.tokenizer is None:
+      raise cli.UserError(f'{self.corpus} has no tokenizer: prepare it again')
     self.held_out = TokenFile(self.corpus / 'held_out')
     self._begin = time.monotonic()
 

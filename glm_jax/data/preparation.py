@@ -32,6 +32,11 @@ from glm_jax.data import (
 from glm_jax.text import Tokenizer
 
 _BATCH_DOCUMENTS = 64
+_TOKENIZER_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'chat_template.jinja',
+)
 
 
 def prepare(
@@ -87,9 +92,14 @@ def prepare(
     tokenizer_json = out / 'tokenizer' / 'tokenizer.json'
   else:
     own = False
-    tokenizer_json = epath.Path(tokenizer).expanduser() / 'tokenizer.json'
-    if not tokenizer_json.exists():
-      raise ValueError(f'there is no {tokenizer_json}')
+    given = epath.Path(tokenizer).expanduser()
+    if not (given / 'tokenizer.json').exists():
+      raise ValueError(f'there is no {given / "tokenizer.json"}')
+    (out / 'tokenizer').mkdir(exist_ok=True)
+    for name in _TOKENIZER_FILES:
+      if (given / name).exists() and given != out / 'tokenizer':
+        (given / name).copy(out / 'tokenizer' / name, overwrite=True)
+    tokenizer_json = out / 'tokenizer' / 'tokenizer.json'
   tokens = stages.run(
     'tokens',
     [sources.sha256(tokenizer_json), text['sha256'], repr(recipe.recall)],
@@ -190,8 +200,8 @@ def _make_tokenizer(
   texts = _sample(path, recipe.tokenizer_bytes)
   backend = tokenizer_training.train_tokenizer(texts, vocab_size)
   tokenizer_training.write_tokenizer(backend, out / 'tokenizer')
-  names = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja')
-  return {'sha256': _checksums(out, [f'tokenizer/{name}' for name in names])}
+  names = [f'tokenizer/{name}' for name in _TOKENIZER_FILES]
+  return {'sha256': _checksums(out, names)}
 
 
 def _sample(path: epath.Path, num_bytes: int) -> Iterator[str]:
