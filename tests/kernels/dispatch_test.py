@@ -1,12 +1,18 @@
 """Which implementation runs, and that all of them take the same arguments."""
 
+import functools
 import inspect
 
+import jax
+import jax.numpy as jnp
 from absl.testing import absltest, parameterized
+from jax.experimental import checkify
+from jax.experimental import pallas as pl
 
 import pallas_kernels
 from pallas_kernels import (
   Choice,
+  choices,
   choose,
   dispatch,
   grouped_matmul,
@@ -74,6 +80,72 @@ class DispatchTest(parameterized.TestCase):
     self.assertIs(getattr(pallas_kernels, op), OPS[op])
     default = inspect.signature(OPS[op]).parameters['implementation'].default
     self.assertIsNone(default)
+
+
+def doubled(x):
+  return x * 2
+
+
+def doubled_on_tpu(x, *, refuse=None):
+  if refuse:
+    raise NotImplementedError(refuse)
+
+  def kernel(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
+
+  out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(kernel, out_shape=out, name='doubled')(x)
+
+
+def double(x, op, **options):
+  available = {
+    'xla': doubled,
+    'tpu': functools.partial(doubled_on_tpu, **options),
+  }
+  return dispatch.run(choose(op, None, available), available, x)
+
+
+class RunTest(parameterized.TestCase):
+  """None stages both forms; the platform lowered for decides."""
+
+  def lowered(self, f, *platforms):
+    traced = jax.jit(f).trace(jnp.ones((8, 128)))
+    return traced.lower(lowering_platforms=platforms).as_text()
+
+  def test_the_platform_lowered_for_decides(self):
+    f = lambda x: double(x, 'decides')
+    self.assertIn('tpu_custom_call', self.lowered(f, 'tpu'))
+    self.assertNotIn('tpu_custom_call', self.lowered(f, 'cpu'))
+    self.assertEqual(float(jax.jit(f)(jnp.ones((8, 128)))[0, 0]), 2)
+    (choice,) = [c for c in choices() if c.op == 'decides']
+    self.assertEqual((choice.implementation, choice.kernels), ('xla', ('tpu',)))
+
+  def test_inside_scan_grad_vmap_and_checkify(self):
+    f = lambda x: double(x, 'transformed')
+    x = jnp.ones((8, 128))
+    scanned = lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 3)[0]
+    self.assertEqual(float(jax.jit(scanned)(x)[0, 0]), 8)
+    self.assertEqual(float(jax.vmap(f)(x[None])[0, 0, 0]), 2)
+    error, out = checkify.checkify(jax.jit(f))(x)
+    error.throw()
+    self.assertEqual(float(out[0, 0]), 2)
+    self.assertIn('tpu_custom_call', self.lowered(scanned, 'tpu'))
+
+  def test_what_a_kernel_refuses_is_left_to_xla_and_said(self):
+    f = lambda x: double(x, 'refused', refuse='only on Sundays')
+    self.assertNotIn('tpu_custom_call', self.lowered(f, 'tpu'))
+    (choice,) = [c for c in choices() if c.op == 'refused']
+    self.assertEqual((choice.implementation, choice.kernels), ('xla', ()))
+    self.assertIn('only on Sundays', choice.reason)
+
+  def test_a_named_kernel_runs_or_raises(self):
+    available = {'xla': doubled, 'tpu': doubled_on_tpu}
+    choice = choose('named', 'tpu', available)
+    with self.assertRaisesRegex(NotImplementedError, 'on Sundays'):
+      dispatch.run(choice, available, jnp.ones((8, 128)), refuse='on Sundays')
+    with self.assertRaisesRegex(ValueError, 'interpret'):
+      dispatch.run(choice, available, jnp.ones((8, 128)))
+    self.assertIn(choice, choices())
 
 
 if __name__ == '__main__':
