@@ -1,7 +1,7 @@
 """Exact top-k of a row of scores that fits the core's memory, in Pallas.
 
-The k-th largest score is found bit by bit, by counting. Scores are first
-sorted within groups of eight that stand in the same place of consecutive
+The k-th largest score is found two bits at a time, by counting. Scores are
+first sorted within groups of eight that stand in the same place of consecutive
 (8, 128) tiles, so that layer 0 holds the largest of every group. The k-th
 largest of layer 0 is a lower bound of the threshold; only layers with
 anything above the bound, two of eight for scores in no order, are counted
@@ -184,41 +184,50 @@ class Row:
 
     lax.fori_loop(0, self.steps * sizes.chunk, group, None)
 
-  def count(self, compare, layers, start=0):
-    """Scores of layers from `start` for which `compare` is true."""
+  def count(self, compare, bounds, layers, start=0):
+    """Scores of layers from `start` that compare true, for each bound."""
     step = self.sizes.chunk * SUB
 
-    def layer(j, total):
-      def body(s, total):
+    def layer(j, totals):
+      def body(s, totals):
         at = pl.ds(pl.multiple_of(s * step, SUB), step)
-        hit = compare(self.layers[j, at].reshape(-1, SUB, LANES))
-        return total + jnp.sum(hit.astype(jnp.int32), axis=0)
+        x = self.layers[j, at].reshape(-1, SUB, LANES)
+        hits = [compare(x, bound).astype(jnp.int32) for bound in bounds]
+        return [t + jnp.sum(h, axis=0) for t, h in zip(totals, hits)]
 
-      return lax.fori_loop(0, self.steps, body, total)
+      return lax.fori_loop(0, self.steps, body, totals)
 
-    total = jnp.zeros((SUB, LANES), jnp.int32)
-    return jnp.sum(lax.fori_loop(start, layers, layer, total))
+    totals = [jnp.zeros((SUB, LANES), jnp.int32) for _ in bounds]
+    return [jnp.sum(t) for t in lax.fori_loop(start, layers, layer, totals)]
 
   def kth_largest(self, layers, bound):
-    """Unsigned key of the k-th largest score of some layers.
+    """Unsigned key of the k-th largest score of some layers, two bits a pass.
+
+    Three counts wait for one reduction: over few scores that wait is most of
+    a pass.
 
     Args:
       layers: layers that hold all scores above `bound`.
       bound: unsigned key at or above which there are k scores, or 0.
     """
 
-    def bit(i, key):
-      trial = key | (jnp.int32(1) << (31 - i))
-      at_least = threshold_of(trial)
-      above = lambda: self.count(lambda x: x >= at_least, layers)
-      known = (trial ^ _MIN) <= (bound ^ _MIN)
-      if self.sizes.full:
-        count = above()
+    def bits(i, key):
+      shift = 30 - 2 * i
+      trials = [key | (jnp.int32(n) << shift) for n in (1, 2, 3)]
+      bounds = [threshold_of(trial) for trial in trials]
+      some = lambda: self.count(jnp.greater_equal, bounds, layers)
+      if not self.sizes.full:
+        known = (trials[-1] ^ _MIN) <= (bound ^ _MIN)
+        counts = lax.cond(known, lambda: [jnp.int32(self.sizes.k)] * 3, some)
       else:
-        count = lax.cond(known, lambda: jnp.int32(self.sizes.k), above)
-      return jnp.where(count >= self.sizes.k, trial, key)
+        counts = some()
+      # Keys below that of -inf are NaN and count none: the highest that
+      # leaves enough, not the number of those that do.
+      for trial, count in zip(trials, counts):
+        key = jnp.where(count >= self.sizes.k, trial, key)
+      return key
 
-    return lax.fori_loop(0, 32, bit, jnp.int32(0))
+    return lax.fori_loop(0, 16, bits, jnp.int32(0))
 
   def threshold(self):
     """The k-th largest score, [8, 128], and the places left for ties."""
@@ -228,13 +237,13 @@ class Row:
     layers = sizes.group
     if not sizes.full:
       layers = sum(
-        (self.count(lambda x: x > above, j + 1, j) > 0).astype(jnp.int32)
+        (self.count(jnp.greater, [above], j + 1, j)[0] > 0).astype(jnp.int32)
         for j in range(sizes.group)
       )
       layers = jnp.maximum(layers, 1)
     key = self.kth_largest(layers, bound)
     least = finite_threshold(key)
-    more = self.count(lambda x: x > least, layers)
+    (more,) = self.count(jnp.greater, [least], layers)
     places = jnp.where(jnp.max(least) > NO, sizes.k - more, 0)
     return least, places, more + places
 
