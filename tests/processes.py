@@ -26,16 +26,16 @@ class Pair:
     self.folder = pathlib.Path(folder.name)
     address = f'localhost:{free_port()}'
     env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-    self.processes = [
-      subprocess.Popen(
-        [sys.executable, SCRIPT, address, '2', str(i), mode, *args],
-        stdout=self.open(i, 'out'),
-        stderr=self.open(i, 'err'),
-        env=env,
-      )
-      for i in range(2)
-    ]
+    self.processes = []
+    for i in range(2):
+      command = [sys.executable, SCRIPT, address, '2', str(i), mode, *args]
+      with self.open(i, 'out') as out, self.open(i, 'err') as err:
+        self.processes.append(
+          subprocess.Popen(command, stdout=out, stderr=err, env=env)
+        )
     for process in self.processes:
+      # In this order: the last one added runs first.
+      case.addCleanup(process.wait)
       case.addCleanup(process.kill)
 
   def open(self, i, kind):
