@@ -67,6 +67,21 @@ class LocalPlan:
       return f(*arrays)
     return map_row_blocks(f, self.row_tile, *arrays, min_blocks=2)
 
+  @property
+  def query_ranks(self) -> int:
+    """Devices that a window's query rows are split over, in training."""
+    return 1
+
+  def by_query(self, f: Callable, queries, keys):
+    """Runs a function of query rows that read a window's keys, in training.
+
+    Args:
+      f: of two pytrees; no weights in its closure.
+      queries: arrays [B, R, ...]; f gives arrays with these axes in front.
+      keys: arrays [B, S, ...].
+    """
+    return f(queries, keys)
+
   def weights(self, module, num_rows: int):
     """A layer's weights as a step of `num_rows` rows wants them."""
     return module
@@ -267,6 +282,9 @@ class LocalPlan:
       block_bytes=self.block_bytes,
     )[0]
     return self.rows(attend, q, ids)
+
+
+LOCAL = LocalPlan()
 
 
 def _pool_table(cache: Cache, page_table: jax.Array, index_slot) -> jax.Array:

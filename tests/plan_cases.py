@@ -18,19 +18,25 @@ from sharding import PLANS, MeshShape, make_mesh, module_shardings
 
 # Beyond top-k (8), page edges, fewer pages than ranks, one token.
 LENGTHS = (48, 5, 135, 64, 1)
-SEED = 3  # F F S F S: one layer unrolled, two groups scanned
+SEED = 3
 
 
 @functools.cache
-def config():
+def config(deep=False):
+  """F S | F S scanned; deep: F unrolled, then F S | F S scanned."""
+  kinds = ('full',) * deep + ('full', 'shared') * 2
   base = small_config(SEED, hidden_size=64)
-  moe = dataclasses.replace(base.moe, num_experts=8)
-  return dataclasses.replace(base, moe=moe)
+  return dataclasses.replace(
+    base,
+    indexer_types=kinds,
+    mlp_types=('dense',) * deep + ('sparse',) * 4,
+    moe=dataclasses.replace(base.moe, num_experts=8),
+  )
 
 
 @functools.cache
-def model():
-  return make_model(config(), SEED)
+def model(deep=False):
+  return make_model(config(deep), SEED)
 
 
 @functools.cache
@@ -39,8 +45,9 @@ def mesh(shape):
 
 
 @functools.cache
-def placed_model(shape):
-  return jax.device_put(model(), module_shardings(model(), mesh(shape)))
+def placed_model(shape, deep=False):
+  shardings = module_shardings(model(deep), mesh(shape))
+  return jax.device_put(model(deep), shardings)
 
 
 def poisoned(plan):
@@ -56,9 +63,9 @@ def poisoned(plan):
   return Poisoned(**{name: getattr(plan, name) for name in fields})
 
 
-def make_plan(name, shape, **options):
+def make_plan(name, shape, deep=False, **options):
   options = {'min_rows': 4, **options}
-  return poisoned(PLANS[name](config(), mesh(shape), **options))
+  return poisoned(PLANS[name](config(deep), mesh(shape), **options))
 
 
 def host(a):
@@ -68,8 +75,8 @@ def host(a):
   return multihost_utils.process_allgather(a, tiled=True)
 
 
-def passes(model, plan, lengths=LENGTHS, rounds=2):
-  """Prefill in split chunks, one decode step, rounds of K = 3 drafts.
+def passes(model, plan, lengths=LENGTHS, rounds=2, decode=True):
+  """Prefill in split chunks, a decode step, rounds of K = 3 drafts.
 
   Returns:
     (logits of live rows, tokens of live rows) of each step, as arrays.
@@ -84,9 +91,11 @@ def passes(model, plan, lengths=LENGTHS, rounds=2):
     prefill_chunk=64,
     num_drafts=3,
   )
-  state, logits = decode_step(model, state, plan=plan)
+  out = []
   # Tokens and counts are on every process, as a launcher reads them.
-  out = [(host(logits), np.asarray(state.last_token))]
+  if decode:
+    state, logits = decode_step(model, state, plan=plan)
+    out.append((host(logits), np.asarray(state.last_token)))
   state = start_drafting(model, state, 3)
   own = jnp.full((B, 3), -1, jnp.int32)
   for _ in range(rounds):
@@ -97,8 +106,8 @@ def passes(model, plan, lengths=LENGTHS, rounds=2):
 
 
 @functools.cache
-def expected_passes():
-  return passes(model(), LocalPlan())
+def expected_passes(deep=False):
+  return passes(model(deep), LocalPlan(), decode=deep)
 
 
 def captured(model, plan, lengths=(150, 90)):

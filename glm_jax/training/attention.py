@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm_jax.mla import Mla
+from glm_jax.plan import LOCAL, LocalPlan
 from glm_jax.training.windows import (
   Keys,
   Queries,
@@ -41,6 +42,7 @@ def attend(
   implementation: str,
   chunk: int,
   block_bytes: int,
+  plan: LocalPlan = LOCAL,
 ) -> jax.Array:
   """Attends and projects to the residual stream.
 
@@ -54,6 +56,7 @@ def attend(
     implementation: one of `IMPLEMENTATIONS`.
     chunk: query rows whose logits exist at once ('masked').
     block_bytes: of gathered rows at once ('gather').
+    plan: where query rows and keys are.
 
   Returns:
     [B * R, D].
@@ -66,16 +69,23 @@ def attend(
       slots = visible_slots(queries, keys)
     else:
       slots = selection.slots
-    out, _ = topk_gather_attention(
-      mla.absorb(q.reshape(B * R, *q.shape[2:])),
-      rows.reshape(B * S, -1),
-      None,
-      pool_slots(slots, S),
-      scale=c.scale,
-      latent_width=c.kv_lora_rank,
-      block_bytes=block_bytes,
-    )
-    return mla.output(out)
+
+    def gathered(queries, keys):
+      q, slots = queries
+      out, _ = topk_gather_attention(
+        q.reshape(-1, *q.shape[2:]),
+        keys.reshape(-1, keys.shape[-1]),
+        None,
+        pool_slots(slots, S),
+        scale=c.scale,
+        latent_width=c.kv_lora_rank,
+        block_bytes=block_bytes,
+      )
+      return out.reshape(*q.shape[:3], -1)
+
+    q = mla.absorb(q.reshape(B * R, *q.shape[2:])).reshape(*q.shape[:3], -1)
+    out = plan.by_query(gathered, (q, slots), rows)
+    return mla.output(out.reshape(B * R, *out.shape[2:]))
   if selection is None:
     mask = visible(queries, keys)
   else:
@@ -86,7 +96,8 @@ def attend(
       q, k, v, mask=mask[:, None], scale=c.scale, implementation='cudnn'
     )
   else:
-    out = _masked(q, k, v, mask, c.scale, chunk)
+    masked = lambda queries, keys: _masked(*queries, *keys, c.scale, chunk)
+    out = plan.by_query(masked, (q, mask), (k, v))
   return mla.o(out.reshape(B * R, -1).astype(q.dtype))
 
 
@@ -103,7 +114,7 @@ def _expand(mla: Mla, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jnp.concatenate([nope, rope], axis=-1), v
 
 
-def _masked(q, k, v, mask, scale, chunk):
+def _masked(q, mask, k, v, scale, chunk):
   """[B, R, N, v] attended values, a chunk of query rows at a time."""
   B, R = q.shape[:2]
   chunk = min(chunk, R)

@@ -30,11 +30,11 @@ from glm_jax.training.attention import attend
 from glm_jax.training.forward import (
   ForwardOptions,
   Pass,
-  index_loss,
   remat,
   run_attention,
   run_feed_forward,
 )
+from glm_jax.training.index_losses import index_loss
 from glm_jax.training.windows import Keys, Windows, strided
 
 
@@ -141,10 +141,12 @@ def _whole_layer(model, windows, state, options, form, offset, j):
   """One step as a full layer over all rows; state [B, S, D]."""
   mtp = drafter(model)
   step = _pass(model, windows, options, form, offset, j)
-  D = state.shape[-1]
+  B, S, D = state.shape
 
   def run(mtp, embed, state):
-    embedding = embed[windows.targets(j)[0].reshape(-1)]
+    mtp = options.plan.weights(mtp, B * S)
+    tokens = windows.targets(j)[0].reshape(-1)
+    embedding = options.plan.embed(embed, tokens)
     x = mtp.join(embedding, state.reshape(-1, D).astype(embedding.dtype))
     x, attended = run_attention(mtp.block, x, None, step)
     x, load = run_feed_forward(
@@ -186,7 +188,9 @@ def _shared(model, windows, state, options, form, offset):
     cos, sin = rope_tables(
       turned.reshape(-1), c.mla.qk_rope_head_dim, c.rope_theta
     )
-    embedding = embed[some(windows.targets(j)[0]).reshape(-1)]
+    mtp = options.plan.weights(mtp, B * R)
+    tokens = some(windows.targets(j)[0]).reshape(-1)
+    embedding = options.plan.embed(embed, tokens)
     x = mtp.join(embedding, state.astype(embedding.dtype))
     attention = mtp.block.attention
     _, q, _ = attention.project(mtp.block.input_norm(x), cos, sin)
@@ -200,6 +204,7 @@ def _shared(model, windows, state, options, form, offset):
       implementation=options.attention_here,
       chunk=options.chunk,
       block_bytes=options.block_bytes,
+      plan=options.plan,
     )
     x, load = run_feed_forward(mtp.block, mtp.experts, x, live, options)
     return mtp.norm(x), load

@@ -28,18 +28,21 @@ from glm_jax.layer_plan import layer_plan
 from glm_jax.layers import swiglu
 from glm_jax.model import Model
 from glm_jax.moe import Experts
-from glm_jax.plan import LocalPlan
+from glm_jax.plan import LOCAL, LocalPlan
 from glm_jax.rope import rope_tables
 from glm_jax.training.attention import IMPLEMENTATIONS, attend
+from glm_jax.training.index_losses import (
+  attention_targets,
+  index_loss,
+  loss_slots,
+)
 from glm_jax.training.windows import (
   Keys,
   Selection,
   Windows,
-  pool_slots,
   select,
   slots_mask,
   strided,
-  visible_slots,
 )
 from pallas_kernels.tiling import dot
 
@@ -61,6 +64,7 @@ class ForwardOptions:
     block_bytes: of gathered rows at once.
     remat: recompute index groups in the backward pass.
     keep_selection: return what the full layers selected.
+    plan: where rows, keys and weights are.
   """
 
   sparse: bool = True
@@ -71,6 +75,7 @@ class ForwardOptions:
   block_bytes: int = 512 << 20
   remat: bool = True
   keep_selection: bool = False
+  plan: LocalPlan = LOCAL
 
   def __post_init__(self):
     if self.attention not in ('auto', *IMPLEMENTATIONS):
@@ -186,7 +191,7 @@ def run_attention(
       as_mask = o.attention_here != 'gather'
       if replay is None:
         selection = select(
-          *index, step.keys, block.topk, o.chunk, as_mask=as_mask
+          *index, step.keys, block.topk, o.chunk, as_mask=as_mask, plan=o.plan
         )
       else:
         mask = slots_mask(replay, S) if as_mask else None
@@ -202,46 +207,21 @@ def run_attention(
     implementation=o.attention_here,
     chunk=o.chunk,
     block_bytes=o.block_bytes,
+    plan=o.plan,
   )
   target = None
   if o.kl_stride:
     some = strided(q, o.kl_stride, step.offset)
-    target = losses.attention_target(
-      lax.stop_gradient(mla.absorb(some.reshape(-1, *some.shape[2:]))),
-      rows.reshape(B * S, -1),
-      pool_slots(_loss_slots(selection, block.topk, step), S),
-      scale=mla.config.scale,
-      latent_width=mla.config.kv_lora_rank,
-      block_bytes=o.block_bytes,
+    absorbed = mla.absorb(some.reshape(-1, *some.shape[2:]))
+    target = attention_targets(
+      lax.stop_gradient(absorbed.reshape(*some.shape[:3], -1)),
+      rows,
+      loss_slots(selection, block.topk, step),
+      mla.config,
+      o,
     )
     target = checkpoint_name(target, 'target')
   return x + out, Attended(rows, selection, index, target)
-
-
-def _loss_slots(selection, k: int, step: Pass) -> jax.Array:
-  """Keys of the rows with an indexer loss, [B, S / stride, k]."""
-  stride, offset = step.options.kl_stride, step.offset
-  if step.options.sparse:
-    return selection.strided(stride, offset).as_slots(k)
-  some = lambda a: strided(a, stride, offset)
-  return visible_slots(jax.tree.map(some, step.keys.queries), step.keys)
-
-
-def index_loss(
-  index: tuple, selection, k: int, targets: Sequence, step: Pass
-) -> jax.Array:
-  """KL of a full layer's scores to the mean of the layers it serves."""
-  o = step.options
-  q, w, keys = index
-  B, S = step.keys.segment.shape
-  ids = pool_slots(_loss_slots(selection, k, step), S)
-  flat = lambda a: strided(a, o.kl_stride, step.offset).reshape(
-    -1, *a.shape[2:]
-  )
-  scores = losses.selected_scores(
-    flat(q), flat(w), keys.reshape(B * S, -1), ids, block_bytes=o.block_bytes
-  )
-  return losses.indexer_kl(losses.mean_target(targets), scores, ids >= 0)
 
 
 def run_feed_forward(
@@ -269,8 +249,7 @@ def run_feed_forward(
   chosen, weights = block.moe.router(normed)
   load = losses.expert_load(chosen, experts.gate.shape[1], live)
   if options.experts_here == 'grouped':
-    plan = LocalPlan(block_bytes=options.block_bytes)
-    routed = experts(normed, chosen, 0, plan)
+    routed, weights = options.plan.experts(experts, normed, chosen, weights, 0)
   else:
     routed = _all_experts(experts, normed, chosen, weights)[:, None]
     weights = jnp.ones((len(x), 1), jnp.float32)
@@ -304,6 +283,7 @@ def run_group(
   """
   selection, index, targets, loads = None, None, [], []
   for block, own in zip(blocks, experts):
+    block = step.options.plan.weights(block, len(x))
     x, attended = run_attention(block, x, selection, step, replay)
     selection = attended.selection
     index = attended.index if block.indexer is not None else index
@@ -369,7 +349,8 @@ def trunk(
   layers = layer_plan(model.config)
   step = make_pass(model, windows, options, offset)
   S = step.keys.segment.shape[1]
-  x = model.embed[...][windows.tokens[:, :S].reshape(-1)]
+  tokens = windows.tokens[:, :S].reshape(-1)
+  x = options.plan.embed(model.embed[...], tokens)
   found: dict[str, list] = {}
   run = remat(lambda b, e, x, r: run_group(b, e, x, step, r), options)
   groups = index_groups(layers.indexer_types[: layers.prologue])

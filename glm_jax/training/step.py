@@ -14,6 +14,7 @@ from jax import lax
 from glm_jax import losses
 from glm_jax.layer_plan import layer_plan
 from glm_jax.model import Model
+from glm_jax.plan import LOCAL, LocalPlan
 from glm_jax.training.config import Stage, TrainConfig
 from glm_jax.training.draft_forward import draft_windows
 from glm_jax.training.forward import trunk
@@ -72,7 +73,11 @@ def head_weight(model: Model, *, drafter: bool = False) -> jax.Array:
 
 
 def stage_loss(
-  model: Model, windows: Windows, stage: Stage, offset: jax.Array | int
+  model: Model,
+  windows: Windows,
+  stage: Stage,
+  offset: jax.Array | int,
+  plan: LocalPlan = LOCAL,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of one micro-batch, and what to log.
 
@@ -81,12 +86,13 @@ def stage_loss(
     windows: the batch.
     stage: what is trained and how.
     offset: shifts which rows have an indexer loss or draft.
+    plan: where rows, keys and weights are.
 
   Returns:
     The loss; 'cross_entropy' and, where they exist, 'indexer_kl',
     'draft_loss', 'draft_kl', 'accept' and the loads 'load', 'draft_load'.
   """
-  options = stage.options
+  options = dataclasses.replace(stage.options, plan=plan)
   learns = {'trunk', 'indexer'} & set(stage.train)
   own = options if 'indexer' in learns else _without_kl(options)
   place = offset % max(own.kl_stride, 1)
@@ -105,7 +111,7 @@ def stage_loss(
   if 'load' in aux:
     log['load'] = aux['load']
   if stage.draft is not None:
-    draft, more = _draft_loss(model, windows, hidden, stage, offset)
+    draft, more = _draft_loss(model, windows, hidden, stage, options, offset)
     total += stage.draft_weight * draft
     log |= more
   return jnp.asarray(total, jnp.float32), log
@@ -115,9 +121,9 @@ def _without_kl(options):
   return dataclasses.replace(options, kl_stride=0)
 
 
-def _draft_loss(model, windows, hidden, stage, offset):
+def _draft_loss(model, windows, hidden, stage, options, offset):
   form = stage.draft
-  out = draft_windows(model, windows, hidden, stage.options, form, offset)
+  out = draft_windows(model, windows, hidden, options, form, offset)
   head = head_weight(model, drafter=True)
   judge = lambda q, p, mask: losses.end_to_end_tv_from_hidden(
     p, q, head, mask, p_head=head_weight(model), chunk=_DRAFT_CHUNK
@@ -145,13 +151,14 @@ def _draft_loss(model, windows, hidden, stage, offset):
 
 @functools.lru_cache(16)
 def make_step(
-  config: TrainConfig, stage: Stage
+  config: TrainConfig, stage: Stage, plan: LocalPlan = LOCAL
 ) -> Callable[[TrainState, Windows], tuple[TrainState, dict[str, jax.Array]]]:
   """The compiled step of a stage.
 
   Args:
     config: the run.
     stage: one of its stages.
+    plan: where rows, keys and weights are.
 
   Returns:
     (state, windows with a leading axis of micro-batches) to the new state
@@ -168,7 +175,7 @@ def make_step(
       for p, v in moving.items()
     }
     model = layout.model(params | cut, config.compute)
-    return stage_loss(model, windows, stage, offset)
+    return stage_loss(model, windows, stage, offset, plan)
 
   def gradients(state, batch):
     moving = {p: state.params[p] for p in paths}

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glm_jax.plan import LOCAL, LocalPlan
 from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.streaming_topk.reference import comparable
 from pallas_kernels.streaming_topk.threshold import top_mask
@@ -163,6 +164,7 @@ def select(
   chunk: int,
   *,
   as_mask: bool = False,
+  plan: LocalPlan = LOCAL,
 ) -> Selection:
   """The k best visible keys of every row; no gradient.
 
@@ -174,31 +176,32 @@ def select(
     k: keys wanted.
     chunk: rows whose [I, S] products exist at once.
     as_mask: give a mask instead of slots.
+    plan: where query rows and keys are.
 
   Returns:
     The selection. Equal scores go to the lower slot, as in `streaming_topk`.
   """
   index_q, w, index_keys = lax.stop_gradient((index_q, w, index_keys))
   S = w.shape[1]
-  chunk = min(chunk, S)
-  if S % chunk:
-    raise ValueError(f'{chunk=} must divide the window of {S} rows')
+  ranks = plan.query_ranks
+  chunk = min(chunk, S // ranks)
+  if S % (chunk * ranks):
+    raise ValueError(
+      f'{chunk=} must divide the window of {S} rows over {ranks} ranks'
+    )
   # A row sees no key behind itself: each part of the rows needs a prefix.
-  parts = 4 if S % (4 * chunk) == 0 else 1
-  chosen = []
+  parts = 4 if S % (4 * chunk * ranks) == 0 else 1
+  chosen, first = [], keys.first
   for part in range(parts):
     start, end = part * S // parts, (part + 1) * S // parts
     queries = Queries(*(a[:, start:end] for a in keys.queries))
     seen = Keys(keys.segment[:, :end], keys.position[:, :end], keys.first)
-    some = _select_rows(
-      index_q[:, start:end],
-      w[:, start:end],
-      index_keys[:, :end],
-      queries,
-      seen,
-      k,
-      chunk,
-      as_mask,
+    some = plan.by_query(
+      lambda rows, seen: _select_rows(
+        *rows, seen[0], Keys(*seen[1:], first), k, chunk, as_mask
+      ),
+      (index_q[:, start:end], w[:, start:end], queries),
+      (index_keys[:, :end], seen.segment, seen.position),
     )
     size = S if as_mask else k
     pads = ((0, 0), (0, 0), (0, size - some.shape[-1]))
@@ -208,7 +211,7 @@ def select(
   return Selection(None, whole) if as_mask else Selection(whole, None)
 
 
-def _select_rows(index_q, w, index_keys, queries, keys, k, chunk, as_mask):
+def _select_rows(index_q, w, queries, index_keys, keys, k, chunk, as_mask):
   """Mask [B, R, S] or slots [B, R, min(k, S)] of some rows."""
   B, R = w.shape[:2]
   n = R // chunk

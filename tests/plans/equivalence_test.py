@@ -30,24 +30,25 @@ MORE = (
 
 
 class EquivalenceTest(parameterized.TestCase):
-  def check_passes(self, name, shape, options):
-    plan = plan_cases.make_plan(name, shape, **options)
-    got = plan_cases.passes(plan_cases.placed_model(shape), plan)
+  def check_passes(self, name, shape, options, deep):
+    plan = plan_cases.make_plan(name, shape, deep, **options)
+    model = plan_cases.placed_model(shape, deep)
+    got = plan_cases.passes(model, plan, decode=deep)
     for i, ((logits, tokens), (ours, drawn)) in enumerate(
-      zip(plan_cases.expected_passes(), got, strict=True)
+      zip(plan_cases.expected_passes(deep), got, strict=True)
     ):
       # The same tokens, so the same rows in every later step.
       np.testing.assert_array_equal(drawn, tokens)
       assert_close(ours, logits, atol=1e-5, rtol=1e-5, name=f'logits {i}')
 
   @parameterized.parameters(*FAST)
-  def test_prefill_decode_and_verify(self, name, shape, options):
-    self.check_passes(name, shape, options)
+  def test_prefill_draft_and_verify(self, name, shape, options):
+    self.check_passes(name, shape, options, deep=False)
 
-  @parameterized.parameters(*MORE)
+  @parameterized.parameters(*FAST, *MORE)
   @pytest.mark.long
-  def test_prefill_decode_and_verify_more(self, name, shape, options):
-    self.check_passes(name, shape, options)
+  def test_prefill_decode_draft_and_verify(self, name, shape, options):
+    self.check_passes(name, shape, options, deep=True)
 
   @parameterized.parameters(
     ('token_split', (1, 8, 1), {'move': 'rows'}),

@@ -55,7 +55,7 @@ class EqualTest(absltest.TestCase):
     pair = Pair(self, 'case', os.path.join(self._folder(), 'out.npz'))
     pair.finish(1800)
     found = np.load(os.path.join(self.path, 'out.npz'))
-    for i, pair in enumerate(plan_cases.expected_passes()[:2]):
+    for i, pair in enumerate(plan_cases.expected_passes()):
       logits, tokens = pair
       np.testing.assert_array_equal(found[f'{i}.1'], tokens)
       assert_close(
