@@ -8,12 +8,19 @@ same program with an indexer in every layer, counted the same way.
 from __future__ import annotations
 
 import functools
+import inspect
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AbstractDevice,
+  AbstractMesh,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+)
 
 from glm_jax.cache import Cache, init_cache, make_rows
 from glm_jax.config import ModelConfig
@@ -81,8 +88,19 @@ def trunk_cost(
     )
   )
   plan = LocalPlan(implementation=implementation)
-  traced = trunk_row.trace(*arguments, plan=plan)
-  lowered = traced.lower(lowering_platforms=('tpu',))
+  # Outside `shard_map` a kernel asks which chip it is lowered for.
+  with jax.sharding.use_abstract_mesh(_one_device(device)):
+    traced = trunk_row.trace(*arguments, plan=plan)
+    lowered = traced.lower(lowering_platforms=('tpu',))
   text = compile_text(lowered, topology, dump)[2]
   trips = {'feed_forward': config.moe.experts_per_token}
   return module_cost(hlo.parse(text), Loops(trips))
+
+
+def _one_device(device) -> AbstractMesh:
+  """A mesh of one device that knows its kind."""
+  kind = {'device_kind': device.device_kind, 'num_cores': device.num_cores}
+  # Not every version of jax names the platform.
+  if 'platform' in inspect.signature(AbstractDevice).parameters:
+    kind['platform'] = 'tpu'
+  return AbstractMesh((1,), ('x',), abstract_device=AbstractDevice(**kind))
