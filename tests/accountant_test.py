@@ -10,7 +10,7 @@ from glm_jax import presets
 from glm_jax.cache import bytes_per_token, init_cache
 from glm_jax.model import abstract_model
 from pallas_kernels.tiling import PAGE
-from sharding import accountant, capacity
+from sharding import accountant, capacity, partials
 from sharding.chips import CHIPS, chip_named
 
 GLM52 = presets.PRESETS['glm52']
@@ -212,6 +212,12 @@ class CapacityTest(parameterized.TestCase):
       capacity.balanced_share(GLM52, 80)
     with self.assertRaisesRegex(ValueError, "'ring'.*token_split"):
       capacity.capacity_bytes(GLM52, 'ring', 8)
+
+  @parameterized.parameters((128, 5.0), (256, 8.0), (8, 2.5), (1, 1.0))
+  def test_attention_that_a_rank_executes(self, ways, most):
+    bound = partials.bound(GLM52.indexer.topk, ways)
+    ratio = accountant.executed_attention_ratio(GLM52, MILLION, ways, bound)
+    self.assertBetween(ratio, 1, most)
 
   def test_decode_reads_mostly_index_keys(self):
     read = capacity.cache_bytes_read(GLM52, MILLION, dtype='fp8')
