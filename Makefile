@@ -8,7 +8,7 @@ CPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALL
 # The oracle's torch, where there is none yet; any build will do.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo soak test test-long test-tpu validate lint clean
+.PHONY: ablation demo soak test test-long test-tpu validate lint clean
 
 demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
@@ -27,6 +27,12 @@ soak: $(VENV)/.dev
 
 validate: $(VENV)/.validate
 	$(CPU) $(BIN)/python launch/validate.py
+
+# Minutes on a GPU, days on a CPU: runs on the device that jax finds.
+ablation: $(VENV)/.dev
+	$(BIN)/python launch/prepare_data.py --recipe=configs/corpus.json --out=runs/corpus
+	$(BIN)/python launch/ablation.py --corpus=runs/corpus --json=results/ablation.json --plot=results/ablation.png
+	$(BIN)/python launch/index_price.py --corpus=runs/corpus --json=results/index_price.json --plot=results/index_price.png
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -50,4 +56,4 @@ $(VENV)/.dev: $(VENV)/.validate
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo
+	rm -rf $(VENV) build *.egg-info
