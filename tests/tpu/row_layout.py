@@ -370,7 +370,8 @@ def main():
       rows.append(row(layout, chip))
       print(json.dumps(rows[-1]), flush=True)
   if flags.json:
-    text = dict(what='compiled, not run', command=' '.join(sys.argv), rows=rows)
+    command = f'python tests/tpu/row_layout.py --json={flags.json}'
+    text = dict(what='compiled, not run', command=command, rows=rows)
     pathlib.Path(flags.json).write_text(json.dumps(text, indent=1) + '\n')
 
 
