@@ -186,19 +186,25 @@ class Row:
 
   def count(self, compare, bounds, layers, start=0):
     """Scores of layers from `start` that compare true, for each bound."""
-    step = self.sizes.chunk * SUB
+    size = self.sizes.chunk * SUB
 
-    def layer(j, totals):
-      def body(s, totals):
-        at = pl.ds(pl.multiple_of(s * step, SUB), step)
-        x = self.layers[j, at].reshape(-1, SUB, LANES)
-        hits = [compare(x, bound).astype(jnp.int32) for bound in bounds]
-        return [t + jnp.sum(h, axis=0) for t, h in zip(totals, hits)]
-
-      return lax.fori_loop(0, self.steps, body, totals)
+    def step(j, s, totals):
+      at = pl.ds(pl.multiple_of(s * size, SUB), size)
+      x = self.layers[j, at].reshape(-1, SUB, LANES)
+      hits = [compare(x, bound).astype(jnp.int32) for bound in bounds]
+      return [t + jnp.sum(h, axis=0) for t, h in zip(totals, hits)]
 
     totals = [jnp.zeros((SUB, LANES), jnp.int32) for _ in bounds]
-    return [jnp.sum(t) for t in lax.fori_loop(start, layers, layer, totals)]
+    steps = self.steps
+    if self.sizes.full:  # the cycle model aborts on the nested loops
+      flat = lambda i, totals: step(i // steps, i % steps, totals)
+      totals = lax.fori_loop(start * steps, layers * steps, flat, totals)
+    else:
+      layer = lambda j, totals: lax.fori_loop(
+        0, steps, functools.partial(step, j), totals
+      )
+      totals = lax.fori_loop(start, layers, layer, totals)
+    return [jnp.sum(t) for t in totals]
 
   def kth_largest(self, layers, bound):
     """Unsigned key of the k-th largest score of some layers, two bits a pass.
