@@ -164,6 +164,7 @@ def run(path: str) -> None:
   model = checkpoints.load_model(
     path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value, plan=plan
   )
+  log_plan(plan, model.config, prompts)
   eos = () if _IGNORE_EOS.value else read_eos_token_ids(path)
   share = _SHARE.value
   if share is None:
@@ -191,6 +192,22 @@ def run(path: str) -> None:
   )
   if distributed.is_main():
     report(out, prompts)
+
+
+def log_plan(plan, config, prompts) -> None:
+  """What each device holds and moves, over several devices."""
+  import jax
+
+  from glm_jax import init_cache
+  from pallas_kernels.tiling import PAGE, cdiv
+  from sharding import distributed, launching
+
+  if not hasattr(plan, 'cache_bytes') or not distributed.is_main():
+    return
+  room = _MAX_NEW.value + _DRAFTS.value
+  pages = sum(cdiv(len(prompt) + room, PAGE) for prompt in prompts)
+  make = lambda: init_cache(config, pages, dtype=_CACHE_DTYPE.value)
+  cli.log(launching.describe(plan, jax.eval_shape(make), _CHUNK.value))
 
 
 def report(out, prompts) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import plan_cases
+import pytest
 from absl.testing import absltest, parameterized
 from compare import assert_close
 from jax import lax
@@ -72,14 +73,21 @@ class ExpertsTest(parameterized.TestCase):
     assert_close(ours, expected, atol=1e-5, rtol=1e-5, name='experts')
     return jax.jit(functools.partial(weighted, plan)).lower(placed, *args)
 
-  @parameterized.product(shape=((1, 8, 1), (2, 2, 2)), kind=('random', 'one'))
-  def test_whole_step(self, shape, kind):
-    self.check(shape, kind)
+  def test_whole_step(self):
+    self.check((2, 2, 2), 'random')
+
+  @parameterized.parameters(
+    ((1, 8, 1), 'one', 1), ((1, 8, 1), 'random', 3), ((1, 2, 4), 'random', None)
+  )
+  def test_split_step(self, shape, kind, capacity):
+    self.check(shape, kind, min_rows=2, expert_capacity=capacity)
 
   @parameterized.product(
     shape=((1, 8, 1), (1, 2, 4)), kind=('random', 'one'), capacity=(1, 3, None)
   )
-  def test_split_step(self, shape, kind, capacity):
+  @pytest.mark.long
+  def test_more(self, shape, kind, capacity):
+    self.check(shape, kind)
     self.check(shape, kind, min_rows=2, expert_capacity=capacity)
 
   def test_worst_case_takes_one_round(self):

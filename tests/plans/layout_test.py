@@ -11,7 +11,7 @@ import plan_cases
 from absl.testing import absltest, parameterized
 from small_models import small_config
 
-from glm_jax.cache import bytes_per_token, init_cache
+from glm_jax.cache import bytes_per_token, init_cache, make_rows
 from glm_jax.config import FULL
 from glm_jax.layer_plan import layer_plan
 from glm_jax.model import abstract_model
@@ -30,7 +30,7 @@ from sharding.capacity import capacity_bytes
 from sharding.deal import Deal
 from sharding.layer_split import ownership
 from sharding.movement import movement
-from sharding.partials import bound
+from sharding.partials import bound, deal_rows
 from sharding.rules import module_shardings, parameters, shard_bytes
 
 GLM52 = PRESETS['glm52']
@@ -162,6 +162,35 @@ class DealTest(parameterized.TestCase):
     self.assertLessEqual(bound(2048, 128), 5 * 2048 / 128)
     self.assertEqual(bound(2048, 1), 2048)
     self.assertEqual(bound(8, 8), 8)
+
+
+class DealtRowsTest(parameterized.TestCase):
+  @parameterized.parameters((1, 2, 1), (1, 8, 1), (2, 2, 2))
+  def test_known_fault_47_local_and_global_positions(self, *shape):
+    """What a rank sees of a sequence, against counting one by one."""
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = make_mesh(MeshShape(*shape), devices)
+    plan = plan_named('token_split', plan_cases.config(), mesh)
+    table = np.array([[4, 5, 6, 7, 8], [3, 0, -1, -1, -1], [9, 1, 2, -1, -1]])
+    edges = [-1, 0, 1, 62, 63, 64, 127, 128, 190]
+    seq, pos = np.repeat(range(3), len(edges)), np.tile(edges, 3)
+    have = (pos < 0) | (table[seq, np.maximum(pos, 0) // PAGE] >= 0)
+    seq, pos = seq[have].astype(np.int32), pos[have].astype(np.int32)
+    rows = make_rows(seq, pos, jnp.asarray(table, jnp.int32))
+    dealt = jax.jit(functools.partial(deal_rows, plan))(rows)
+    deal = plan.index_deal
+    for rank in range(deal.ranks):
+      for b, pages in enumerate(table):
+        own = [j for j, p in enumerate(pages) if p >= 0 and
+               deal.owner(p) == rank]  # fmt: skip
+        got = np.asarray(dealt.blocks[rank, b])
+        self.assertEqual(got[: len(own)].tolist(), own)
+        self.assertTrue((got[len(own) :] == -1).all())
+      for t, (b, p) in enumerate(zip(seq, pos)):
+        seen = [
+          s for s in range(p + 1) if deal.owner(table[b, s // PAGE]) == rank
+        ]
+        self.assertEqual(int(dealt.visible[rank, t]), len(seen), (rank, b, p))
 
 
 class OwnershipTest(parameterized.TestCase):
