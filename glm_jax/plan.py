@@ -132,6 +132,21 @@ class LocalPlan:
     cache_lib.check_row_ids(cache.num_pages, layers)
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache)
 
+  def page_places(self, cache: Cache, kind: str, rows: int, page) -> jax.Array:
+    """Where a page's layers stand in a pool (serving moves whole pages).
+
+    Args:
+      cache: the cache.
+      kind: 'latents' or 'index_keys': whose pool.
+      rows: leading size of the pool.
+      page: scalar int32.
+
+    Returns:
+      [layers] int32 places in the pool seen as [pages of all layers, 64, ...].
+    """
+    layers = jnp.arange(rows // cache.slots_per_layer, dtype=jnp.int32)
+    return layers * cache.num_pages + page
+
   def begin(
     self, cache: Cache, rows: Rows, layer, index_slot
   ) -> tuple[Cache, Rows]:

@@ -186,6 +186,11 @@ class ShardedPlan:
     """Allocates the pools, each rank its own part."""
     return sharded_zeros(*self.layout(cache), self.mesh)
 
+  def page_places(self, cache: Cache, kind: str, rows: int, page) -> jax.Array:
+    """Where a page's layers stand in a pool; see `LocalPlan.page_places`."""
+    layers = jnp.arange(rows // cache.slots_per_layer, dtype=jnp.int32)
+    return layers * cache.num_pages + page
+
   def cache_bytes(self, cache: Cache) -> dict[str, int]:
     """Bytes on one device: 'pools' for good, 'slots' while rows move.
 

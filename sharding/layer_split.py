@@ -155,6 +155,14 @@ class LayerSplit(SlotPlan):
     specs['hidden'] = self.hidden_spec(cache)
     return shapes, specs
 
+  def page_places(self, cache, kind: str, rows: int, page):
+    """On each layer's owner."""
+    own = self.owners
+    table = own.latent if kind == 'latents' else own.index
+    size = own.num_latent if kind == 'latents' else own.num_index
+    rank, place = np.array(table, np.int32).T
+    return jnp.asarray(rank * size + place) * cache.num_pages + page
+
   def _where(self, table, slot):
     """(rank, place) of a pool slot, an int or traced."""
     table = jnp.asarray(np.array(table, np.int32))

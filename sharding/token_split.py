@@ -111,6 +111,15 @@ class TokenSplit(SlotPlan):
           fields[name] = jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype)
     return dataclasses.replace(cache, **fields), specs
 
+  def page_places(self, cache, kind: str, rows: int, page):
+    """On the page's owner, layer after layer."""
+    deal = self.deal if kind == 'latents' else self.index_deal
+    pages = deal.local_pages(cache.num_pages)
+    layers = rows // (deal.ranks * pages * PAGE)
+    first = deal.owner(page) * layers
+    at = first + jnp.arange(layers, dtype=jnp.int32)
+    return at * pages + deal.local(page)
+
   def begin(self, cache, rows: Rows, layer, index_slot):
     """Decides what the pass moves; see this file's head."""
     num_rows = rows.pos.shape[0]

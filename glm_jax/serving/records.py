@@ -37,20 +37,22 @@ def _pools(cache: Cache) -> list[tuple[str, str, bool]]:
   return [f for f in found if getattr(cache, f[1]) is not None]
 
 
-def _paged(cache: Cache, field: str) -> jax.Array:
-  """A pool as [layers, pages, rows, ...]."""
+def _paged(cache: Cache, field: str, plan, page) -> tuple[jax.Array, jax.Array]:
+  """A pool as [pages of all layers, rows, ...], and the page's places."""
   a = getattr(cache, field)
-  rows = 1 if field == 'hidden' else PAGE
-  return a.reshape(-1, cache.num_pages, rows, *a.shape[1:])
+  if field == 'hidden':
+    return a[:, None], page[None]
+  kind = 'index_keys' if field.startswith('index') else 'latents'
+  places = plan.page_places(cache, kind, a.shape[0], page)
+  return a.reshape(-1, PAGE, *a.shape[1:]), places
 
 
-def _take(paged, page):
-  return jax.lax.dynamic_index_in_dim(paged, page, 1, False)
+def _take(paged, places):
+  return paged[places]
 
 
-def _put(paged, page, value):
-  at = (0, page) + (0,) * (paged.ndim - 2)
-  return jax.lax.dynamic_update_slice(paged, value[:, None], at)
+def _put(paged, places, value):
+  return paged.at[places].set(value)
 
 
 _HOST = jax.memory.Space.Host
@@ -58,46 +60,50 @@ _take_on_host = compute_on('device_host')(jax.jit(_take))
 _put_on_host = compute_on('device_host')(jax.jit(_put))
 
 
-def extract(cache: Cache, page: jax.Array) -> dict[str, jax.Array]:
+def extract(cache: Cache, page: jax.Array, plan) -> dict[str, jax.Array]:
   """A page's record.
 
   Args:
     cache: the cache.
     page: scalar int32.
+    plan: knows where a page's layers stand.
 
   Returns:
     By pool: [layers, 64, ...] ([1, 1, D] for the hidden state).
   """
   record = {}
   for name, field, on_host in _pools(cache):
-    paged = _paged(cache, field)
+    paged, places = _paged(cache, field, plan, page)
     if on_host:
-      paged, at = jax.device_put((paged, page), _HOST)
-      value = jax.device_put(_take_on_host(paged, at), jax.memory.Space.Device)
+      paged, places = jax.device_put((paged, places), _HOST)
+      value = _take_on_host(paged, places)
+      value = jax.device_put(value, jax.memory.Space.Device)
     else:
-      value = _take(paged, page)
+      value = _take(paged, places)
     record[name] = value
   return record
 
 
-def insert(cache: Cache, page: jax.Array, record) -> Cache:
+def insert(cache: Cache, page: jax.Array, record, plan) -> Cache:
   """Fills a page from a record; donate the cache."""
   changed = {}
   for name, field, on_host in _pools(cache):
-    paged, value, at = _paged(cache, field), record[name], page
+    (paged, places), value = _paged(cache, field, plan, page), record[name]
     if on_host:
-      paged, value, at = jax.device_put((paged, value, page), _HOST)
+      paged, places, value = jax.device_put((paged, places, value), _HOST)
     put = _put_on_host if on_host else _put
-    changed[field] = put(paged, at, value).reshape(getattr(cache, field).shape)
+    changed[field] = put(paged, places, value).reshape(
+      getattr(cache, field).shape
+    )
   return dataclasses.replace(cache, **changed)
 
 
-def copy(cache: Cache, source: jax.Array, target: jax.Array) -> Cache:
+def copy(cache: Cache, source: jax.Array, target: jax.Array, plan) -> Cache:
   """Copies a page; donate the cache."""
-  return insert(cache, target, extract(cache, source))
+  return insert(cache, target, extract(cache, source, plan), plan)
 
 
-def poison(cache: Cache, page: jax.Array) -> Cache:
+def poison(cache: Cache, page: jax.Array, plan) -> Cache:
   """Fills a page with NaN, every byte of fp8 records too."""
 
   def bad(a):
@@ -105,13 +111,17 @@ def poison(cache: Cache, page: jax.Array) -> Cache:
       return jnp.full(a.shape, 0xFF, a.dtype)
     return jnp.full(a.shape, jnp.nan, a.dtype)
 
-  return insert(cache, page, jax.tree.map(bad, extract(cache, page)))
+  return insert(
+    cache, page, jax.tree.map(bad, extract(cache, page, plan)), plan
+  )
 
 
-def record_bytes(cache: Cache) -> int:
+def record_bytes(cache: Cache, plan) -> int:
   """Bytes of one page's record."""
-  total = sum(getattr(cache, field).nbytes for _, field, _ in _pools(cache))
-  return total // cache.num_pages
+  shapes = jax.eval_shape(
+    lambda cache: extract(cache, jnp.int32(0), plan), cache
+  )
+  return sum(a.size * a.dtype.itemsize for a in shapes.values())
 
 
 def checksum(record: dict[str, np.ndarray]) -> int:

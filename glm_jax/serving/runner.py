@@ -56,9 +56,12 @@ def _compiled_step(treedef):
   )
 
 
-_insert = jax.jit(records.insert, donate_argnums=0)
-_copy = jax.jit(records.copy, donate_argnums=0)
-_poison = jax.jit(records.poison, donate_argnums=0)
+_donating = functools.partial(
+  jax.jit, donate_argnames='cache', static_argnames='plan'
+)
+_insert = _donating(records.insert)
+_copy = _donating(records.copy)
+_poison = _donating(records.poison)
 _set_row = jax.jit(
   lambda table, slot, row: table.at[slot].set(row), donate_argnums=0
 )
@@ -77,7 +80,9 @@ def _first_numbers(leaves):
 @functools.cache
 def _extract(sharding):
   """A page's record, written to where `sharding` says."""
-  return jax.jit(records.extract, out_shardings=sharding)
+  return jax.jit(
+    records.extract, out_shardings=sharding, static_argnames='plan'
+  )
 
 
 def host_sharding(array: jax.Array):
@@ -128,13 +133,13 @@ class Runner:
     if dtype == 'auto' and model.embed.dtype == jnp.float32:
       dtype = 'f32'
     cache = init_cache(model.config, config.num_pages, dtype=dtype, plan=plan)
-    self.record_bytes = records.record_bytes(cache)
+    self.record_bytes = records.record_bytes(cache, plan)
     host = host_sharding(cache.index_keys) if pinned else None
     self.pinned = host is not None
-    self._extract = _extract(host)
     self._root: bytes | None = None
     self._describe = model.config, cache_dtype(model.config, dtype)
     slots = config.max_num_seqs
+    self._layout = plan  # candidates of tuning keep where pages are
     # Committed to where they live: page moves are, and jit tells them apart.
     small = _beside(cache.index_keys.sharding)
     state = init_state(model, cache, slots, config.most_drafts)
@@ -144,6 +149,7 @@ class Runner:
     table = jnp.full((slots + 1, config.max_blocks), -1, jnp.int32)
     self._table = jax.device_put(table, small)
     self._small = small
+    self._extract = _extract(small if host is None else host)
     self._plans = dict.fromkeys(self.buckets.blocks, plan)
     self.chunks = dict.fromkeys(self.buckets.blocks, self.buckets.prefill[-1])
     share = model.config.mtp.share_index_and_kv
@@ -182,7 +188,7 @@ class Runner:
       inputs = self._inputs.build(StepPlan(), prefill, batch, drafts)
       result = self._run(inputs, blocks)
     page = jnp.int32(0)
-    record = self._extract(self._state.cache, page)
+    record = self._extract(self._state.cache, page, self._layout)
     self.insert(0, self.to_device(record))
     self.copy(0, 0)
     if self._debug:
@@ -308,12 +314,14 @@ class Runner:
 
   def copy(self, source: int, target: int) -> None:
     """Copies a page."""
-    cache = _copy(self._state.cache, np.int32(source), np.int32(target))
+    cache = _copy(
+      self._state.cache, np.int32(source), np.int32(target), self._layout
+    )
     self._state = dataclasses.replace(self._state, cache=cache)
 
   def extract(self, page: int) -> dict[str, jax.Array]:
     """A page's record on its way to the host."""
-    record = self._extract(self._state.cache, np.int32(page))
+    record = self._extract(self._state.cache, np.int32(page), self._layout)
     if not self.pinned:
       for part in record.values():
         part.copy_to_host_async()
@@ -325,12 +333,12 @@ class Runner:
 
   def insert(self, page: int, record) -> None:
     """Fills a page from a record on the device."""
-    cache = _insert(self._state.cache, np.int32(page), record)
+    cache = _insert(self._state.cache, np.int32(page), record, self._layout)
     self._state = dataclasses.replace(self._state, cache=cache)
 
   def poison(self, page: int) -> None:
     """Fills a page with NaN."""
-    cache = _poison(self._state.cache, np.int32(page))
+    cache = _poison(self._state.cache, np.int32(page), self._layout)
     self._state = dataclasses.replace(self._state, cache=cache)
 
   def set_row(self, slot: int, pages: Seq[int]) -> None:
