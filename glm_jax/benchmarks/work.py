@@ -13,6 +13,7 @@ import math
 
 from pallas_kernels import arg_specs
 from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.grouped_matmul.tpu import ROWS, num_visits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,8 @@ def representative(spec: ArgSpec) -> tuple[ArgSpec, float]:
   """A smaller case for the compiler's simulation, and its multiple.
 
   The simulation takes minutes where loops are long. Cost is linear in
-  sequences, in rows and in experts once a block is full, so fewer of them
-  are simulated and the cycles multiplied.
+  sequences, in rows and in visits of experts once a block is full, so fewer
+  of them are simulated and the cycles multiplied.
 
   Args:
     spec: a case.
@@ -120,13 +121,11 @@ def representative(spec: ArgSpec) -> tuple[ArgSpec, float]:
 
 
 def _few_experts(spec: ArgSpec) -> tuple[ArgSpec, float]:
-  """Eight experts with as many rows each as before."""
+  """Eight experts on one tile of rows; a visit costs the same everywhere."""
   x, weights, scales, layer, sizes = spec.args
-  used, few = min(weights.shape[1], x.shape[0]), 8
-  rows = max(x.shape[0] * few // used, few)
-  layers, _, F, D = weights.shape
+  rows, few = min(x.shape[0], ROWS), 8
   narrow = lambda a: (
-    None if a is None else type(a)((layers, few, *a.shape[2:]), a.dtype)
+    None if a is None else type(a)((a.shape[0], few, *a.shape[2:]), a.dtype)
   )
   args = (
     _with_lead(x, rows),
@@ -135,7 +134,9 @@ def _few_experts(spec: ArgSpec) -> tuple[ArgSpec, float]:
     layer,
     _with_lead(sizes, few),
   )
-  return dataclasses.replace(spec, args=args), used / few
+  visits = num_visits(weights.shape[1], x.shape[0], rows)
+  times = visits / num_visits(few, rows, rows)
+  return dataclasses.replace(spec, args=args), times
 
 
 def _with_lead(array, lead: int):

@@ -31,9 +31,14 @@ from pallas_kernels.block_sizes import block_sizes
 from pallas_kernels.tiling import cdiv, precision
 
 LANES = 128
-_ROWS = 128  # rows of a tile, as many as the matrix unit is deep
+ROWS = 128  # rows of a tile, as many as the matrix unit is deep
 _WEIGHT_BYTES = 6 << 20  # of one block of weights; two are in VMEM
 _VMEM_BYTES = 48 << 20  # of 64 MiB on the smallest generation
+
+
+def num_visits(experts: int, rows: int, tile: int) -> int:
+  """Visits of the grid: the most that any sizes need, rows of nobody too."""
+  return cdiv(rows, tile) + min(experts + 1, rows) - 1
 
 
 def visit_list(
@@ -54,7 +59,7 @@ def visit_list(
   """
   E = group_sizes.shape[0]
   tiles = cdiv(rows, tile)
-  visits = tiles + min(E + 1, rows) - 1
+  visits = num_visits(E, rows, tile)
   ends = jnp.cumsum(group_sizes).astype(jnp.int32)
   ends = jnp.append(ends, jnp.int32(rows))
   starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
@@ -214,7 +219,7 @@ def grouped_matmul(
     dict(rows=M, outputs=F, inputs=D),
     weights.dtype,
     dict(
-      row_tile=_ROWS,
+      row_tile=ROWS,
       outputs=_outputs_of_a_block(F, D, weights.dtype.itemsize),
       unroll=8,
     ),
