@@ -29,6 +29,8 @@ class EngineConfig:
     disk_cache_dir: keeps pages over a restart; None for none.
     disk_cache_bytes: its budget.
     restore_window: pages of one request on their way up at most.
+    wait_for_restores: the device waits for pages on their way up; for several
+      processes, which must all go on in the same step.
     steps_ahead: steps dispatched before the ids of the oldest are read.
     debug: poison freed pages with NaN, check ids and checksums (slow).
     eos_token_ids: ids that end a request; None for the model config's.
@@ -56,6 +58,7 @@ class EngineConfig:
   disk_cache_dir: str | None = None
   disk_cache_bytes: int = 1 << 34
   restore_window: int = 8
+  wait_for_restores: bool = False
   steps_ahead: int = 1
   debug: bool = False
   eos_token_ids: tuple[int, ...] | None = None

@@ -150,9 +150,9 @@ class Engine:
     """See `request.EngineCore`."""
     return bool(self._live or self._flying or self._outputs)
 
-  def step(self) -> list[Output]:
-    """See `request.EngineCore`."""
-    now = time.monotonic()
+  def step(self, now: float | None = None) -> list[Output]:
+    """See `request.EngineCore`; `now` replaces this process's clock."""
+    now = time.monotonic() if now is None else now
     self._expire(now)
     if self.host is not None:
       self.host.poll()

@@ -204,8 +204,9 @@ class Scheduler:
 
   def _restore(self, *, idle: bool) -> None:
     """Moves pages of restoring sequences on; waits only if nothing runs."""
+    wait = idle or self._config.wait_for_restores
     for seq in [s for s in self.running if s.state is State.RESTORING]:
-      if self._store.restore(seq, self._config.restore_window, wait=idle):
+      if self._store.restore(seq, self._config.restore_window, wait=wait):
         seq.state = State.PREFILL
         seq.admitted = True
 
