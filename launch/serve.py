@@ -13,7 +13,6 @@ server ended because it was told to.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ import time
 from absl import flags
 from etils import epath
 
-from glm_jax import cli
+from glm_jax import cli, mesh_flags
 from glm_jax.embedded import EMBEDDED
 
 _MODEL = flags.DEFINE_string(
@@ -113,6 +112,12 @@ _DETERMINISTIC = flags.DEFINE_bool(
   'deterministic', False, 'Bits do not depend on the batch. Slower.'
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Of requests that bring none.')
+_TUNE = flags.DEFINE_bool(
+  'tune', False, 'Measure at the start what each context range runs on.'
+)
+_TUNING = flags.DEFINE_string(
+  'tuning_file', None, 'A saved choice of --tune: read, or else written.'
+)
 _COMPILED = flags.DEFINE_string(
   'compilation_cache_dir',
   '~/.cache/glm_jax/compiled',
@@ -148,19 +153,6 @@ def read_keys(path: str | None) -> tuple[str, ...]:
   return keys
 
 
-def read_sampling(path: str) -> dict[str, float]:
-  """Sampling defaults of a checkpoint's generation_config.json."""
-  file = epath.Path(path) / 'generation_config.json'
-  if not file.exists():
-    return {}
-  found = json.loads(file.read_text())
-  names = ('temperature', 'top_p', 'top_k', 'min_p')
-  given = {name: found[name] for name in names if found.get(name) is not None}
-  if found.get('do_sample') is False:
-    given['temperature'] = 0.0
-  return given
-
-
 def model_path() -> str:
   """Where the model is: a directory, or with random weights a config."""
   if _LOAD_FORMAT.value == 'auto':
@@ -177,55 +169,37 @@ def model_path() -> str:
 
 
 def load(path: str):
-  """The model, from its checkpoint or with random weights."""
+  """(model, plan): from the checkpoint, or with random weights."""
   import jax
 
   from glm_jax import checkpoints, init_model
   from glm_jax.config import FULL
+  from glm_jax.plan import ROW_TILE
+  from sharding import launching
 
-  if _LOAD_FORMAT.value == 'auto':
-    return checkpoints.load_model(
-      path, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value
+  if mesh_flags.COORDINATOR.value is not None:
+    raise cli.UserError(
+      'one process serves: leave out --coordinator_address, and spread the '
+      'model over the devices of this host with --mesh'
     )
   config = checkpoints.load_config(path)
+  tile = ROW_TILE if _DETERMINISTIC.value else None
+  plan = launching.plan_for(config, row_tile=tile)
+  if _LOAD_FORMAT.value == 'auto':
+    dtypes = {'dtype': _DTYPE.value, 'weight_dtype': _WEIGHT_DTYPE.value}
+    return checkpoints.load_model(path, plan=plan, **dtypes), plan
+  if mesh_flags.MESH.value is not None:
+    raise cli.UserError('--load_format=dummy runs on one device: drop --mesh')
   if _PER_LAYER.value:
     every = (FULL,) * len(config.indexer_types)
     config = dataclasses.replace(config, indexer_types=every)
   dtype = config.dtype if _DTYPE.value == 'auto' else _DTYPE.value
   cli.log('random weights: the answers mean nothing')
   make = jax.jit(lambda key: init_model(config, key, dtype=dtype))
-  return make(jax.random.key(_SEED.value))
+  return make(jax.random.key(_SEED.value)), plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """What depends on the backend unless flags say it.
-
-  Attributes:
-    seqs: requests at once.
-    rows: of one step.
-    compact: two shapes alone are compiled.
-  """
-
-  seqs: int
-  rows: int
-  compact: bool
-
-
-def limits() -> Limits:
-  """The limits of this run."""
-  import jax
-
-  cpu = jax.default_backend() == 'cpu'
-  given = lambda flag, default: default if flag.value is None else flag.value
-  return Limits(
-    given(_MAX_SEQS, 8 if cpu else 64),
-    given(_MAX_ROWS, 128 if cpu else 512),
-    given(_COMPACT, cpu),
-  )
-
-
-def sized(model, drafts: int, limit: Limits):
+def sized(model, drafts: int, limit, plan):
   """The cache that fits beside the model, printed."""
   from glm_jax.cache import cache_dtype
   from glm_jax.serving import sizing
@@ -251,6 +225,7 @@ def sized(model, drafts: int, limit: Limits):
     max_num_seqs=limit.seqs,
     max_model_len=_MAX_LEN.value,
     num_pages=_PAGES.value,
+    page_size=sizing.page_bytes(model.config, dtype, plan),
   )
   chosen = '' if _MAX_LEN.value else ', the largest that fits'
   cli.log(
@@ -262,13 +237,10 @@ def sized(model, drafts: int, limit: Limits):
   return size, dtype
 
 
-def start_engine(model, size, dtype: str, drafts: int, eos, limit: Limits):
-  """A running engine with every shape compiled."""
-  from glm_jax.plan import ROW_TILE, LocalPlan
-  from glm_jax.serving.async_engine import AsyncEngine
-  from glm_jax.serving.config import EngineConfig, buckets
-  from glm_jax.serving.engine import Engine
-  from pallas_kernels import dispatch
+def engine_config(size, dtype: str, drafts: int, eos, limit):
+  """The engine that the flags ask for."""
+  from glm_jax.serving import starting
+  from glm_jax.serving.config import EngineConfig
 
   config = EngineConfig(
     max_model_len=size.max_model_len,
@@ -285,25 +257,7 @@ def start_engine(model, size, dtype: str, drafts: int, eos, limit: Limits):
     eos_token_ids=tuple(eos),
     seed=_SEED.value,
   )
-  if limit.compact:
-    config = dataclasses.replace(
-      config,
-      prefill_rows=(0, limit.rows),
-      batch_sizes=(limit.seqs,),
-      draft_counts=(drafts,),
-      context_pages=(config.max_blocks,),
-    )
-  plan = LocalPlan(row_tile=ROW_TILE if _DETERMINISTIC.value else None)
-  engine = AsyncEngine(Engine(model, config, plan))
-  begin = time.perf_counter()
-  engine.start()
-  engine.wait_until_ready()
-  shapes = len(buckets(config).all())
-  cli.log(f'compiled {shapes} shapes in {time.perf_counter() - begin:.1f} s')
-  for choice in dispatch.choices():
-    kernels = f', kernels {choice.kernels}' if choice.kernels else ''
-    cli.log(f'{choice.op}: {choice.implementation}{kernels}')
-  return engine
+  return starting.compact_shapes(config) if limit.compact else config
 
 
 def set_up() -> None:
@@ -324,7 +278,7 @@ def set_up() -> None:
 def main() -> bool:
   keys, path = read_keys(_KEYS.value), model_path()
   try:
-    from glm_jax.serving import http
+    from glm_jax.serving import http, starting
   except ModuleNotFoundError as error:
     raise cli.UserError(
       f"serving needs {error.name}: pip install 'glm-jax[serve]'"
@@ -333,7 +287,7 @@ def main() -> bool:
 
   set_up()
   begin = time.perf_counter()
-  model = load(path)
+  model, plan = load(path)
   name = epath.Path(path).name
   cli.log(f'loaded {name} in {time.perf_counter() - begin:.1f} s')
   drafts = _DRAFTS.value
@@ -344,16 +298,23 @@ def main() -> bool:
   tokenizer = Tokenizer.load(path, eos_token_ids=eos)
   if tokenizer is None:
     cli.log('no tokenizer: completions take and give token ids alone')
-  limit = limits()
-  size, dtype = sized(model, drafts, limit)
-  engine = start_engine(model, size, dtype, drafts, eos, limit)
+  limit = starting.limits(_MAX_SEQS.value, _MAX_ROWS.value, _COMPACT.value)
+  size, dtype = sized(model, drafts, limit, plan)
+  engine = starting.start_engine(
+    model,
+    engine_config(size, dtype, drafts, eos, limit),
+    plan,
+    cli.log,
+    tune=_TUNE.value,
+    tuning_file=_TUNING.value,
+  )
   served = http.ServedModel(
     names=tuple(_NAMES.value) or (name,),
     vocab_size=model.config.vocab_size,
     max_model_len=size.max_model_len,
     tokenizer=tokenizer,
     eos_ids=eos,
-    sampling=read_sampling(path),
+    sampling=starting.sampling_defaults(path),
   )
   options = http.ServerOptions(
     api_keys=keys,

@@ -16,6 +16,8 @@ from pallas_kernels.tiling import PAGE, cdiv
 # user's other programs, as other servers do it.
 _HOST_BYTES = 4 << 30
 _HOST_SHARE = 0.5
+# Pages are dealt over devices: the share of one is that of many, divided.
+_MANY_PAGES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +45,19 @@ class Size:
     return self.num_pages / cdiv(self.max_model_len, PAGE)
 
 
-def page_bytes(config: ModelConfig, dtype: str) -> int:
-  """Bytes of one page of 64 tokens: every layer and plane, padding included."""
-  page = jax.eval_shape(lambda: init_cache(config, 1, dtype=dtype))
-  arrays = jax.tree.leaves(page)
+def page_bytes(config: ModelConfig, dtype: str, plan=None) -> int:
+  """Bytes of one page of 64 tokens on a device, padding included.
+
+  Args:
+    config: the model.
+    dtype: of the cache.
+    plan: of several devices; what one of them holds and moves is counted.
+  """
+  shapes = lambda n: jax.eval_shape(lambda: init_cache(config, n, dtype=dtype))
+  if hasattr(plan, 'cache_bytes'):
+    found = plan.cache_bytes(shapes(_MANY_PAGES))
+    return cdiv(found['pools'] + found['slots'], _MANY_PAGES)
+  arrays = jax.tree.leaves(shapes(1))
   return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
 
 
@@ -93,6 +104,7 @@ def fit(
   max_num_seqs: int,
   max_model_len: int | None = None,
   num_pages: int | None = None,
+  page_size: int | None = None,
 ) -> Size:
   """The pages and the context that fit into `memory`.
 
@@ -104,6 +116,7 @@ def fit(
       many again for prefixes, are not taken.
     max_model_len: asked for; None for the largest that fits.
     num_pages: asked for; None for what fits.
+    page_size: bytes of a page on a device; None for one device.
 
   Returns:
     The size.
@@ -116,7 +129,7 @@ def fit(
     raise ValueError(
       f'{max_model_len=} must be 2 to {window}, the window of the model'
     )
-  size = page_bytes(config, dtype)
+  size = page_size or page_bytes(config, dtype)
   pages = num_pages
   if pages is None:
     wanted = cdiv(max_model_len or window, PAGE)

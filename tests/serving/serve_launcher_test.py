@@ -65,15 +65,12 @@ def test_help_shows_the_names_of_vllm():
   assert '127.0.0.1' in got.stdout
 
 
-def test_keys_and_sampling_are_read_from_files(tmp_path):
+def test_keys_are_read_from_a_file(tmp_path):
   code = (
     'import sys; sys.path.insert(0, "launch"); import serve; '
-    f'print(serve.read_keys({str(tmp_path / "keys")!r}), '
-    f'sorted(serve.read_sampling({str(tmp_path)!r}).items()))'
+    f'print(serve.read_keys({str(tmp_path / "keys")!r}))'
   )
   (tmp_path / 'keys').write_text('one\n\n two \n')
-  given = {'temperature': 1.0, 'top_p': 0.95, 'eos_token_id': [1]}
-  (tmp_path / 'generation_config.json').write_text(json.dumps(given))
   got = subprocess.run(
     [sys.executable, '-c', code],
     capture_output=True,
@@ -81,8 +78,7 @@ def test_keys_and_sampling_are_read_from_files(tmp_path):
     cwd=ROOT,
     timeout=60,
   )
-  shown = "('one', 'two') [('temperature', 1.0), ('top_p', 0.95)]"
-  assert got.stdout.strip() == shown, got.stderr
+  assert got.stdout.strip() == "('one', 'two')", got.stderr
 
 
 @pytest.mark.long

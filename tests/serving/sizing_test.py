@@ -1,11 +1,16 @@
-"""How many pages fit, and what is said when they do not."""
+"""What fits, what a backend gets by default, what a checkpoint suggests."""
+
+import json
 
 import jax
+import plan_cases
 import pytest
 
 from glm_jax import load_config
 from glm_jax.cache import bytes_per_token, init_cache
-from glm_jax.serving import sizing
+from glm_jax.serving import sizing, starting
+from glm_jax.serving.config import EngineConfig, buckets
+from sharding import MeshShape, make_mesh, plan_named
 
 GLM = load_config('glm52')
 TINY = load_config('tiny')
@@ -69,3 +74,43 @@ def test_the_workspace_grows_with_what_it_holds():
   size = lambda **more: sizing.workspace_bytes(GLM, **{**base, **more})
   assert size(drawn=128) - size() == 64 * 24 * GLM.vocab_size
   assert size(rows=1024) > size() and size(context=1 << 21) > size()
+
+
+@pytest.mark.parametrize('name', ['token_split', 'layer_split', 'replicated'])
+def test_a_page_of_several_devices_is_what_one_holds(name):
+  config, pages = plan_cases.config(), 512
+  mesh = make_mesh(MeshShape(1, 2, 1), jax.devices()[:2])
+  plan = plan_named(name, config, mesh, slots=2)
+  whole = jax.eval_shape(lambda: init_cache(config, pages, dtype='f32'))
+  found = plan.cache_bytes(whole)
+  held = (found['pools'] + found['slots']) / pages
+  page = sizing.page_bytes(config, 'f32', plan)
+  assert page == pytest.approx(held, rel=0.02)
+  if name == 'token_split':
+    assert page < sizing.page_bytes(config, 'f32')
+
+
+def test_limits_suit_the_backend_unless_given():
+  found = starting.limits(None, None, None)
+  assert (found.seqs, found.rows, found.compact) == (8, 128, True)
+  assert starting.limits(3, 40, False) == starting.Limits(3, 40, False)
+
+
+def test_compact_engines_have_two_shapes():
+  config = EngineConfig(max_model_len=4096, num_pages=64, max_num_seqs=16)
+  for drafts in (0, 5):
+    many = EngineConfig(4096, 64, 16, num_speculative_tokens=drafts)
+    assert len(buckets(many).all()) > 4
+    assert len(buckets(starting.compact_shapes(many)).all()) == 2
+  assert starting.compact_shapes(config).max_model_len == 4096
+
+
+def test_sampling_defaults_of_a_checkpoint(tmp_path):
+  assert starting.sampling_defaults(tmp_path) == {}
+  file = tmp_path / 'generation_config.json'
+  given = {'temperature': 1.0, 'top_p': 0.95, 'top_k': None, 'x': 1}
+  file.write_text(json.dumps(given))
+  found = starting.sampling_defaults(tmp_path)
+  assert found == {'temperature': 1.0, 'top_p': 0.95}
+  file.write_text(json.dumps({**given, 'do_sample': False}))
+  assert starting.sampling_defaults(tmp_path)['temperature'] == 0
