@@ -275,6 +275,41 @@ def set_up() -> None:
     jax.config.update('jax_compilation_cache_dir', folder)
 
 
+def answer_requests(engine, served, keys, about: dict) -> bool:
+  """Serves until told to end; whether that was what ended it."""
+  from glm_jax.serving import http
+
+  options = http.ServerOptions(
+    api_keys=keys,
+    max_body_bytes=_BODY.value,
+    request_seconds=_TIMEOUT.value,
+    log_requests=_LOG_REQUESTS.value,
+  )
+
+  async def drain() -> None:
+    if engine.alive:
+      await engine.drain()
+
+  def started(url: str) -> None:
+    cli.log(f'listening on {url}{" (no API key)" if not keys else ""}')
+    if _JSON.value:
+      cli.write_json(_JSON.value, {'url': url, **about})
+
+  server = http.Server(
+    http.create_app(engine, served, options, on_shutdown=drain),
+    host=_HOST.value,
+    port=_PORT.value,
+    drain_seconds=_DRAIN.value,
+    on_started=started,
+  )
+  server.run()
+  error = engine.error
+  engine.stop()
+  if error is not None:
+    cli.log(f'the engine has failed: {error!r}')
+  return server.url != '' and error is None
+
+
 def main() -> bool:
   keys, path = read_keys(_KEYS.value), model_path()
   try:
@@ -316,48 +351,15 @@ def main() -> bool:
     eos_ids=eos,
     sampling=starting.sampling_defaults(path),
   )
-  options = http.ServerOptions(
-    api_keys=keys,
-    max_body_bytes=_BODY.value,
-    request_seconds=_TIMEOUT.value,
-    log_requests=_LOG_REQUESTS.value,
-  )
-
-  async def drain() -> None:
-    if engine.alive:
-      await engine.drain()
-
-  app = http.create_app(engine, served, options, on_shutdown=drain)
-
-  def started(url: str) -> None:
-    cli.log(f'listening on {url}{" (no API key)" if not keys else ""}')
-    if _JSON.value:
-      cli.write_json(
-        _JSON.value,
-        {
-          'url': url,
-          'model': served.names[0],
-          'max_model_len': size.max_model_len,
-          'num_pages': size.num_pages,
-          'concurrency': size.concurrency,
-          'num_speculative_tokens': drafts,
-          'kv_cache_dtype': dtype,
-        },
-      )
-
-  server = http.Server(
-    app,
-    host=_HOST.value,
-    port=_PORT.value,
-    drain_seconds=_DRAIN.value,
-    on_started=started,
-  )
-  server.run()
-  error = engine.error
-  engine.stop()
-  if error is not None:
-    cli.log(f'the engine has failed: {error!r}')
-  return server.url != '' and error is None
+  about = {
+    'model': served.names[0],
+    'max_model_len': size.max_model_len,
+    'num_pages': size.num_pages,
+    'concurrency': size.concurrency,
+    'num_speculative_tokens': drafts,
+    'kv_cache_dtype': dtype,
+  }
+  return answer_requests(engine, served, keys, about)
 
 
 if __name__ == '__main__':
