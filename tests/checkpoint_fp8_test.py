@@ -16,7 +16,7 @@ named, raises = cf.named, cf.raises
 # hidden 64 and kv_a's 24 rows, q_lora 40, experts of 24: partial blocks;
 # kv_b has 56 rows a head.
 ODD = {'q_lora_rank': 40, 'intermediate_size': 52}
-SPEC = PartitionSpec(None, 'model', None, 'data')  # of experts, under `Plan`
+SPEC = PartitionSpec(None, 'model', 'data', None)  # of experts, under `Plan`
 QUANTIZED = {
   'quantization_config': {
     'quant_method': 'fp8',
@@ -173,6 +173,7 @@ class Plan:
   def sharding(self, axes, shape):
     assert len(axes) == len(shape)
     table = {'expert': 'model', 'heads': 'model', 'embed': 'data'}
+    table['expert_mlp'] = 'data'
     spec = [table.get(a) for a in axes]
     sizes = {None: 1, **self.mesh.shape}
     spec = [s if n % sizes[s] == 0 else None for s, n in zip(spec, shape)]
@@ -191,7 +192,7 @@ def test_plan_places_every_parameter(fp8, weight_dtype):
   cf.assert_same(named(model), expected)
   assert model.experts.gate.sharding.spec == SPEC
   assert len(model.embed.sharding.device_set) == 8
-  assert plan.seen[(None, 'expert', 'expert_mlp', 'embed')]
+  assert plan.seen[(None, 'expert', 'expert_mlp', None)]
 
 
 def test_each_shard_is_read_once(tmp_path):
