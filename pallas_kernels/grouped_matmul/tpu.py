@@ -13,7 +13,7 @@ An e4m3 value is exact in bf16, so nothing is rounded before the sum and no
 wide copy of the weights exists.
 
 Memory law: two blocks of weights, rows and outputs in VMEM; in HBM nothing
-beside the visit list, five int32 a visit.
+beside the visit list, five int32 a visit, and one layer's scales.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def grouped_matmul(
 
   at_rows = lambda n, v, layer, expert, tile, *_: (tile[v], 0)
   at_weights = lambda n, v, layer, expert, *_: (layer[0], expert[v], n, 0)
-  at_scales = lambda n, v, layer, expert, *_: (layer[0], expert[v], 0, 0)
+  at_scales = lambda n, v, layer, expert, *_: (0, expert[v], 0, 0)
   at_out = lambda n, v, layer, expert, tile, *_: (tile[v], n)
   in_specs = [
     pl.BlockSpec((rows, D), at_rows),
@@ -239,7 +239,8 @@ def grouped_matmul(
   if scales is not None:
     whole = (1, 1, *scales.shape[2:])
     in_specs.append(pl.BlockSpec(whole, at_scales, memory_space=pltpu.SMEM))
-    operands.append(scales)
+    # The pool's scales would be copied to another layout, all layers of them.
+    operands.append(lax.dynamic_slice_in_dim(scales, layer, 1))
   call = pl.pallas_call(
     functools.partial(_kernel, always=profile, unroll=sizes['unroll']),
     out_shape=jax.ShapeDtypeStruct((M, F), x.dtype),

@@ -65,6 +65,8 @@ def budget(spec, implementation):
   own -= max(size(a) for a in spec.args if a is not None and a.ndim < 4)
   if spec.op.startswith('grouped_matmul'):
     own = 2 * size(spec.args[0])
+    if spec.args[2] is not None:  # a layer's scales, padded to 128 lanes
+      own += 8 * size(spec.args[2]) // spec.args[2].shape[0]
     return (1 << 20) + (own if implementation == 'tpu' else 3 * own + BLOCK)
   return SLACK[implementation] * BLOCK + 2 * own
 
