@@ -37,14 +37,57 @@ def _pools(cache: Cache) -> list[tuple[str, str, bool]]:
   return [f for f in found if getattr(cache, f[1]) is not None]
 
 
-def _paged(cache: Cache, field: str, plan, page) -> tuple[jax.Array, jax.Array]:
-  """A pool as [pages of all layers, rows, ...], and the page's places."""
-  a = getattr(cache, field)
+def _rows(cache: Cache, field: str, plan, page) -> jax.Array:
+  """Row ids [layers, 64] of a page in a pool ([1, 1] of the hidden state).
+
+  The pool keeps its shape: seen as pages, a narrow plane of scales would be
+  laid out anew on TPU, all of it.
+  """
   if field == 'hidden':
-    return a[:, None], page[None]
+    return page[None, None]
   kind = 'index_keys' if field.startswith('index') else 'latents'
-  places = plan.page_places(cache, kind, a.shape[0], page)
-  return a.reshape(-1, PAGE, *a.shape[1:]), places
+  rows = getattr(cache, field).shape[0]
+  places = plan.page_places(cache, kind, rows, page)
+  return places[:, None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)
+
+
+def _take(pool, rows):
+  return pool[rows]
+
+
+def _put(pool, rows, value):
+  return pool.at[rows].set(value)
+
+
+_HOST = {'latents': 'host', 'latent_scales': 'host_scales'}
+
+
+def _field(cache: Cache, name: str) -> tuple[str, bool]:
+  """The cache's field that holds a pool, and whether that is in host memory."""
+  other = _ON_HOST.get(name)
+  if other is not None and getattr(cache, other, None) is not None:
+    return other, True
+  return name, False
+
+
+def _pools(cache: Cache) -> list[tuple[str, str, bool]]:
+  """(pool, field, in host memory) of every pool that the cache has."""
+  found = [(name, *_field(cache, name)) for name in POOLS]
+  return [f for f in found if getattr(cache, f[1]) is not None]
+
+
+def _rows(cache: Cache, field: str, plan, page) -> jax.Array:
+  """Row ids [layers, 64] of a page in a pool ([1, 1] of the hidden state).
+
+  The pool keeps its shape: seen as pages, a narrow plane of scales would be
+  laid out anew on TPU, all of it.
+  """
+  if field == 'hidden':
+    return page[None, None]
+  kind = 'index_keys' if field.startswith('index') else 'latents'
+  rows = getattr(cache, field).shape[0]
+  places = plan.page_places(cache, kind, rows, page)
+  return places[:, None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)
 
 
 def _take(paged, places):
@@ -73,13 +116,13 @@ def extract(cache: Cache, page: jax.Array, plan) -> dict[str, jax.Array]:
   """
   record = {}
   for name, field, on_host in _pools(cache):
-    paged, places = _paged(cache, field, plan, page)
+    pool, rows = getattr(cache, field), _rows(cache, field, plan, page)
     if on_host:
-      paged, places = jax.device_put((paged, places), _HOST)
-      value = _take_on_host(paged, places)
+      pool, rows = jax.device_put((pool, rows), _HOST)
+      value = _take_on_host(pool, rows)
       value = jax.device_put(value, jax.memory.Space.Device)
     else:
-      value = _take(paged, places)
+      value = _take(pool, rows)
     record[name] = value
   return record
 
@@ -88,13 +131,12 @@ def insert(cache: Cache, page: jax.Array, record, plan) -> Cache:
   """Fills a page from a record; donate the cache."""
   changed = {}
   for name, field, on_host in _pools(cache):
-    (paged, places), value = _paged(cache, field, plan, page), record[name]
+    pool, rows = getattr(cache, field), _rows(cache, field, plan, page)
+    value = record[name]
     if on_host:
-      paged, places, value = jax.device_put((paged, places, value), _HOST)
+      pool, rows, value = jax.device_put((pool, rows, value), _HOST)
     put = _put_on_host if on_host else _put
-    changed[field] = put(paged, places, value).reshape(
-      getattr(cache, field).shape
-    )
+    changed[field] = put(pool, rows, value)
   return dataclasses.replace(cache, **changed)
 
 

@@ -1,0 +1,61 @@
+"""Moves of a page, compiled for a TPU: no copy of a pool (compiled, not run).
+
+The published model's cache; a page is a seven-MiB record of it.
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl.testing import parameterized
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from glm_jax import presets
+from glm_jax.cache import init_cache
+from glm_jax.plan import LocalPlan
+from glm_jax.serving import records
+
+PLAN = LocalPlan()
+
+
+def on(sharding, tree):
+  place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+  return jax.tree.map(place, tree)
+
+
+@pytest.mark.tpu
+class PageMoveTest(parameterized.TestCase):
+  @parameterized.parameters(('bf16',), ('fp8',))
+  def test_temporaries_are_of_one_page_whatever_the_cache(self, dtype):
+    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
+    device = topologies.get_topology_desc(
+      platform='tpu', topology_name='v5e:2x2'
+    ).devices[0]
+    here = SingleDeviceSharding(device)
+    host = SingleDeviceSharding(device, memory_kind='pinned_host')
+    glm = presets.PRESETS['glm52']
+    cache = jax.eval_shape(lambda: init_cache(glm, 256, dtype=dtype))
+    size = records.record_bytes(cache, PLAN)
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
+    take = lambda cache, page: records.extract(cache, page, PLAN)
+    record = jax.eval_shape(take, cache, jnp.int32(0))
+    cache, record = on(here, cache), on(here, record)
+    page = jax.ShapeDtypeStruct((), jnp.int32, sharding=here)
+    out = jax.jit(take, out_shardings=host).lower(cache, page).compile()
+    put = lambda cache, page, record: records.insert(cache, page, record, PLAN)
+    into = jax.jit(put, donate_argnums=0).lower(cache, page, record).compile()
+    move = lambda cache, a, b: records.copy(cache, a, b, PLAN)
+    copy = jax.jit(move, donate_argnums=0).lower(cache, page, page).compile()
+    found = [c.memory_analysis() for c in (out, into, copy)]
+    print(
+      f'{dtype}: record {size >> 10} KiB, temporaries of extract, insert, copy '
+      f'{[m.temp_size_in_bytes >> 10 for m in found]} KiB (compiled, not run)'
+    )
+    assert found[0].host_output_size_in_bytes >= size
+    for m in found:
+      assert m.temp_size_in_bytes < 1.25 * size
+    for m in found[1:]:
+      assert m.alias_size_in_bytes >= whole
