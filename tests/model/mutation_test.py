@@ -29,7 +29,7 @@ from glm_jax.moe import Router
 from glm_jax.plan import LocalPlan
 from glm_jax.validation import jax_side, validate
 from pallas_kernels.indexer_scores import xla as scores_xla
-from pallas_kernels.topk_gather_attention import xla as attention_xla
+from pallas_kernels.topk_gather_attention import AVAILABLE as ATTENTION
 
 quiet = functools.partial(validate, log=lambda line: None)
 UNSEEN = 'a selection must not matter while everything is selected'
@@ -228,9 +228,7 @@ def test_zero_times_nan(check, monkeypatch):
     out = jnp.einsum('tnk,tkr->tnr', p, gathered[..., :latent_width])
     return out, jax.nn.logsumexp(logits, axis=-1)
 
-  monkeypatch.setattr(
-    attention_xla, 'topk_gather_attention', masks_weights_only
-  )
+  monkeypatch.setitem(ATTENTION, 'xla', masks_weights_only)
   result = check(layers=[0])
   assert parted(result) == (0, 'attention')
   assert result.layers[0].errors['attention'] == np.inf
