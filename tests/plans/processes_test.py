@@ -25,9 +25,11 @@ class DeathTest(parameterized.TestCase):
     before = pair.read(other, 'err')
     pair.processes[victim].kill()
     code = pair.processes[other].wait(timeout=60)
-    self.assertEqual(code, 1)
+    self.assertNotEqual(code, 0)
     said = pair.read(other, 'err').removeprefix(before)
-    self.assertEqual(said, f'[{other}] process {victim} of 2 is lost: ending\n')
+    # The runtime may log lines of its own, which carry no label.
+    ours = [line for line in said.splitlines() if line.startswith('[')]
+    self.assertEqual(ours, [f'[{other}] process {victim} of 2 is lost: ending'])
 
   @parameterized.parameters(
     ({'num_processes': 2}, 'need coordinator_address=HOST:PORT'),
