@@ -59,45 +59,6 @@ def _put(pool, rows, value):
   return pool.at[rows].set(value)
 
 
-_HOST = {'latents': 'host', 'latent_scales': 'host_scales'}
-
-
-def _field(cache: Cache, name: str) -> tuple[str, bool]:
-  """The cache's field that holds a pool, and whether that is in host memory."""
-  other = _ON_HOST.get(name)
-  if other is not None and getattr(cache, other, None) is not None:
-    return other, True
-  return name, False
-
-
-def _pools(cache: Cache) -> list[tuple[str, str, bool]]:
-  """(pool, field, in host memory) of every pool that the cache has."""
-  found = [(name, *_field(cache, name)) for name in POOLS]
-  return [f for f in found if getattr(cache, f[1]) is not None]
-
-
-def _rows(cache: Cache, field: str, plan, page) -> jax.Array:
-  """Row ids [layers, 64] of a page in a pool ([1, 1] of the hidden state).
-
-  The pool keeps its shape: seen as pages, a narrow plane of scales would be
-  laid out anew on TPU, all of it.
-  """
-  if field == 'hidden':
-    return page[None, None]
-  kind = 'index_keys' if field.startswith('index') else 'latents'
-  rows = getattr(cache, field).shape[0]
-  places = plan.page_places(cache, kind, rows, page)
-  return places[:, None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)
-
-
-def _take(paged, places):
-  return paged[places]
-
-
-def _put(paged, places, value):
-  return paged.at[places].set(value)
-
-
 _HOST = jax.memory.Space.Host
 _take_on_host = compute_on('device_host')(jax.jit(_take))
 _put_on_host = compute_on('device_host')(jax.jit(_put))
