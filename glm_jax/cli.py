@@ -181,6 +181,21 @@ def write_json(path: epath.PathLike, obj: Any):
     partial.unlink(missing_ok=True)
 
 
+def some_of(
+  flag: str, wanted: Sequence[str] | None, known: Iterable[str]
+) -> list[str]:
+  """The names that a list flag asks for; all that there are without it.
+
+  Raises:
+    UserError: a name that is not known.
+  """
+  known = list(known)
+  for name in wanted or ():
+    if name not in known:
+      raise UserError(f'--{flag}={name} must be some of {known}')
+  return list(wanted or known)
+
+
 def resolve_model_path(name: str | None, *, presets: Iterable[str] = ()) -> str:
   """Checks a `--model` value: something here, a URL or a preset name.
 

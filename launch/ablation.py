@@ -134,12 +134,7 @@ def main() -> bool:
 
   if not _CORPUS.value:
     raise cli.UserError('--corpus=DIR is needed; --help shows an example')
-  forms = _FORMS.value or list(ablation.FORMS)
-  unknown = set(forms) - set(ablation.FORMS)
-  if unknown:
-    raise cli.UserError(
-      f'--forms={unknown.pop()} must be some of {list(ablation.FORMS)}'
-    )
+  forms = cli.some_of('forms', _FORMS.value, ablation.FORMS)
   seeds = [int(seed) for seed in _SEEDS.value]
   directory = epath.Path(_WORKDIR.value).expanduser()
   directory.mkdir(parents=True, exist_ok=True)

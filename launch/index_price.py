@@ -171,12 +171,7 @@ def main() -> bool:
 
   if not _CORPUS.value:
     raise cli.UserError('--corpus=DIR is needed; --help shows an example')
-  forms = _FORMS.value or list(index_price.TRAINED)
-  unknown = set(forms) - set(index_price.TRAINED)
-  if unknown:
-    raise cli.UserError(
-      f'--forms={unknown.pop()} must be some of {list(index_price.TRAINED)}'
-    )
+  forms = cli.some_of('forms', _FORMS.value, index_price.TRAINED)
   seeds = [int(seed) for seed in _SEEDS.value]
   study = Study()
   file = lambda form, seed: study.directory / f'{form}-{seed}.json'

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-# By the name that JAX gives a device.
-_GENERATIONS = {
+# JAX's `device_kind` of each generation.
+GENERATIONS = {
   'TPU v5 lite': 'v5e',
   'TPU v5e': 'v5e',
   'TPU v5': 'v5p',
@@ -40,7 +40,7 @@ def generation() -> str | None:
   kind = getattr(device, 'device_kind', None)
   if kind is None and jax.default_backend() == 'tpu':
     kind = jax.devices()[0].device_kind
-  return _GENERATIONS.get(kind)
+  return GENERATIONS.get(kind)
 
 
 def bucket(shape: Mapping[str, int]) -> str:

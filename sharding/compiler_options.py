@@ -9,16 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# JAX's `device_kind` of each generation.
-GENERATIONS = {
-  'TPU v5 lite': 'v5e',
-  'TPU v5e': 'v5e',
-  'TPU v5': 'v5p',
-  'TPU v5p': 'v5p',
-  'TPU v6 lite': 'v6e',
-  'TPU v6e': 'v6e',
-  'TPU7x': 'tpu7x',
-}
+from pallas_kernels.block_sizes import GENERATIONS
 
 _OPTIONS: dict[str, dict[str, Any]] = {
   # No SparseCore: gathers and collectives stay where they are.
