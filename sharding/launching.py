@@ -13,11 +13,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import jax
+from jax.sharding import Mesh
+
 from glm_jax import cli, mesh_flags
 from glm_jax.config import ModelConfig
+from glm_jax.model import Model, init_model
 from glm_jax.plan import LocalPlan
-from sharding import distributed, plan_named
+from glm_jax.training.placement import ONE_DEVICE, OneDevice
+from sharding import distributed, module_shardings, plan_named
 from sharding.mesh import make_mesh, parse_mesh_shape
+from sharding.placement import MeshPlacement
 
 
 @contextlib.contextmanager
@@ -69,14 +75,43 @@ def plan_for(
       '--deterministic holds on one device: sums over a mesh have no fixed '
       'order, leave out --mesh'
     )
-  mesh = make_mesh(None if text is None else parse_mesh_shape(text))
   return plan_named(
     mesh_flags.CACHE_PLAN.value,
     config,
-    mesh,
+    _mesh(),
     slots=mesh_flags.CACHE_SLOTS.value,
     implementation=implementation,
   )
+
+
+def placement() -> OneDevice:
+  """Where a training run lives: one device, or a mesh as the flags ask.
+
+  Raises:
+    UserError: flags of a cache, which training has none of.
+    ValueError: a mesh that does not fit the devices.
+  """
+  for flag in (mesh_flags.CACHE_PLAN, mesh_flags.CACHE_SLOTS):
+    if flag.present:
+      raise cli.UserError(f'--{flag.name} is of a cache; training has none')
+  if mesh_flags.MESH.value is None and mesh_flags.COORDINATOR.value is None:
+    return ONE_DEVICE
+  return MeshPlacement(_mesh())
+
+
+def _mesh() -> Mesh:
+  """The mesh of the flags; all devices on context without `--mesh`."""
+  text = mesh_flags.MESH.value
+  return make_mesh(None if text is None else parse_mesh_shape(text))
+
+
+def random_model(config: ModelConfig, dtype: str, seed: int, plan) -> Model:
+  """A model with random weights, where a plan wants them."""
+  make = lambda key: init_model(config, key, dtype=dtype)
+  key, where = jax.random.key(seed), None
+  if hasattr(plan, 'mesh'):
+    where = module_shardings(jax.eval_shape(make, key), plan.mesh)
+  return jax.jit(make, out_shardings=where)(key)
 
 
 def describe(plan, cache, num_rows: int) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from glm_jax.config import ModelConfig
 from glm_jax.training.config import Stage, TrainConfig
 from glm_jax.training.parameters import Layout
-from glm_jax.training.step import TrainState, init_state, make_step
+from glm_jax.training.step import TrainState, init_state, step_function
 from glm_jax.training.windows import Windows
 from pallas_kernels.tiling import PAGE
 from sharding.base import ShardedPlan
@@ -49,6 +49,13 @@ def train_plan(
 ) -> TrainPlan:
   """The plan of a training step over a mesh."""
   return TrainPlan(config, mesh, rules, min_rows=1, expert_capacity=2**31 - 1)
+
+
+def over_mesh(stage: Stage) -> Stage:
+  """The stage with what 'auto' means over a mesh."""
+  if stage.experts == 'auto':
+    stage = dataclasses.replace(stage, experts='grouped')
+  return stage
 
 
 def check_stage(stage: Stage, mesh: Mesh) -> None:
@@ -109,6 +116,19 @@ def state_shardings(
   return jax.tree_util.tree_map_with_path(find, state)
 
 
+def abstract_state(
+  config: TrainConfig, mesh: Mesh, rules: Rules = DEFAULT
+) -> TrainState:
+  """Shapes, dtypes and places of a training state."""
+  layout = Layout(config.model)
+  like = jax.eval_shape(lambda: init_state(config, layout))
+  return jax.tree.map(
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+    like,
+    state_shardings(config, like, mesh, rules),
+  )
+
+
 def make_sharded_step(
   config: TrainConfig, stage: Stage, mesh: Mesh, rules: Rules = DEFAULT
 ):
@@ -121,29 +141,32 @@ def make_sharded_step(
     rules: the table.
 
   Returns:
-    step (as `glm_jax.training.step.make_step` gives), and place: states and
-    windows to where the step takes them.
+    step (as `glm_jax.training.step.make_step` gives), whose state stays where
+    it was; and place: states and windows to where the step takes them.
 
   Raises:
     ValueError: windows, rows or experts that do not divide over the mesh.
   """
+  stage = over_mesh(stage)
   check_stage(stage, mesh)
-  step = make_step(config, stage, train_plan(config.model, mesh, rules))
+  like = abstract_state(config, mesh, rules)
+  step = jax.jit(
+    step_function(config, stage, train_plan(config.model, mesh, rules)),
+    donate_argnums=0,
+    out_shardings=(jax.tree.map(lambda a: a.sharding, like), None),
+  )
 
   def place(tree):
     if isinstance(tree, Windows):
-      # Ints of a whole window: each rank needs those ahead of its rows.
-      return jax.device_put(tree, NamedSharding(mesh, P(None, DATA)))
+      return jax.device_put(tree, windows_sharding(mesh))
     return jax.device_put(tree, state_shardings(config, tree, mesh, rules))
 
   return step, place
 
 
-def init_sharded(
-  config: TrainConfig, mesh: Mesh, rules: Rules = DEFAULT
-) -> TrainState:
-  """The state before step 0, each device making its own part."""
-  layout = Layout(config.model)
-  make = lambda: init_state(config, layout)
-  shardings = state_shardings(config, jax.eval_shape(make), mesh, rules)
-  return jax.jit(make, out_shardings=shardings)()
+def windows_sharding(mesh: Mesh) -> NamedSharding:
+  """Where a step's windows [accumulate, B, S + E] live.
+
+  Ints of a whole window: each rank needs those ahead of its rows.
+  """
+  return NamedSharding(mesh, P(None, DATA))

@@ -1,4 +1,4 @@
-"""Two processes of `plan_process.py` and what they print."""
+"""Two processes of `plan_process.py`, or of a launcher, and what they print."""
 
 import os
 import pathlib
@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 
+_DEVICES = '--xla_force_host_platform_device_count'
 SCRIPT = pathlib.Path(__file__).with_name('plan_process.py')
 
 
@@ -20,15 +21,18 @@ def free_port():
 class Pair:
   """Two processes and what they print, in files."""
 
-  def __init__(self, case, mode, *args):
+  def __init__(self, case, *args, launcher=None):
     folder = tempfile.TemporaryDirectory()
     case.addCleanup(folder.cleanup)
     self.folder = pathlib.Path(folder.name)
     address = f'localhost:{free_port()}'
-    env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    env = os.environ | {'XLA_FLAGS': f'{_DEVICES}=4', 'JAX_PLATFORMS': 'cpu'}
     self.processes = []
     for i in range(2):
-      command = [sys.executable, SCRIPT, address, '2', str(i), mode, *args]
+      command = [sys.executable, SCRIPT, address, '2', str(i), *args]
+      if launcher is not None:
+        where = f'--coordinator_address={address}', '--num_processes=2'
+        command = [sys.executable, launcher, *args, *where, f'--process_id={i}']
       with self.open(i, 'out') as out, self.open(i, 'err') as err:
         self.processes.append(
           subprocess.Popen(command, stdout=out, stderr=err, env=env)

@@ -77,6 +77,7 @@ class TokenBatches:
 
   Attributes:
     num_windows: of an epoch.
+    width: tokens of a window with its look-ahead, S + E.
     steps_per_epoch: rounded up; an epoch need not end with a step.
   """
 
@@ -107,6 +108,7 @@ class TokenBatches:
       raise ValueError(f'{file.path} has no documents')
     self._file = file
     self._batch_size, self._window = batch_size, window
+    self.width = window + lookahead
     self._lookahead, self._seed = lookahead, seed
     self._segments, self._first = _plan(file.offsets, window)
     self.num_windows = len(self._first) - 1
@@ -114,6 +116,10 @@ class TokenBatches:
 
   def batch(self, step: int) -> Batch:
     """The batch of `step` >= 0: a pure function of (seed, step)."""
+    return self.windows(self.numbers(step))
+
+  def numbers(self, step: int) -> np.ndarray:
+    """Numbers of the windows in the batch of `step` >= 0, [B] int64."""
     if step < 0:
       raise ValueError(f'{step=} must not be negative')
     dealt = step * self._batch_size + np.arange(self._batch_size)
@@ -124,7 +130,7 @@ class TokenBatches:
       windows[now] = permuted(
         places[now], self.num_windows, f'{self._seed} {epoch}'
       )
-    return self.windows(windows)
+    return windows
 
   def windows(self, indices: ArrayLike) -> Batch:
     """Windows by number, in [0, num_windows), in the order of the file.
@@ -136,7 +142,7 @@ class TokenBatches:
       self.num_windows
     ):
       raise ValueError(f'window {indices} must be in [0, {self.num_windows})')
-    shape = (len(indices), self._window + self._lookahead)
+    shape = (len(indices), self.width)
     tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in '123')
     for row, window in enumerate(indices):
       part = slice(self._first[window], self._first[window + 1])

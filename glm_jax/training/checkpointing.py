@@ -8,6 +8,11 @@ The order of the data is a function of the step, so a state is the parameters,
 the optimiser's moments and the step. orbax makes a checkpoint whole or leaves
 a folder under a temporary name; what it cannot see (a file that was cut or
 altered later) the digests do.
+
+Over a mesh each process writes and reads the parts of its own devices; what
+was saved on one mesh, or by some number of processes, is restored on any
+other. The folder is one that all processes see. A checkpoint is sound if it
+is for every process.
 """
 
 from __future__ import annotations
@@ -18,11 +23,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
 
+from glm_jax.training.placement import OneDevice
 from glm_jax.training.step import TrainState
 
 _UNFINISHED = 'orbax-checkpoint-tmp'
@@ -36,6 +41,7 @@ class Checkpoints:
     workdir: epath.PathLike,
     keep: int,
     log: Callable[[str], None],
+    placement: OneDevice,
   ):
     """Opens or makes them; nothing is read or removed yet.
 
@@ -43,18 +49,19 @@ class Checkpoints:
       workdir: of the run.
       keep: how many to keep.
       log: is told what is refused.
+      placement: of the run.
     """
     workdir = epath.Path(workdir).expanduser()
     self._folder = workdir / 'checkpoints'
     self._damaged = workdir / 'damaged'
-    self._keep, self._log = keep, log
+    self._keep, self._log, self._place = keep, log, placement
     self._manager: ocp.CheckpointManager | None = None
 
   def restore(self, like: TrainState, identity: str) -> TrainState | None:
     """The newest sound state.
 
     Args:
-      like: a state of the same shapes (abstract will do).
+      like: shapes and places of a state.
       identity: of the run's configuration, as it was saved.
 
     Returns:
@@ -71,16 +78,20 @@ class Checkpoints:
         self._log(f'{self._folder / name} is an unfinished save: ignored')
     steps = sorted((int(n) for n in names if n.isdigit()), reverse=True)
     for step in steps:
+      found, reason = None, 'another process cannot read it'
       try:
-        state, saved = _read(self._folder / str(step), like)
+        found = _read(self._folder / str(step), like)
       except Exception as error:  # noqa: BLE001  damage has many faces
-        reason = ' '.join(str(error).split())[:200]
+        text = ' '.join(str(error).split())[:200]
+        reason = f'{type(error).__name__}: {text}'
+      if not self._place.every(found is not None):
         self._log(
           f'{self._folder / str(step)} is damaged and was moved to '
-          f'{self._damaged}: {type(error).__name__}: {reason}'
+          f'{self._damaged}: {reason}'
         )
         self._set_aside(step)
         continue
+      state, saved = found
       if saved != identity:
         raise ValueError(
           f'{self._folder} belongs to a run with another configuration: use '
@@ -111,7 +122,7 @@ class Checkpoints:
       # A save in the background may read the very buffers that the next step
       # is given to write to.
       leaves = jax.tree.map(jnp.copy, leaves)
-    digests = np.asarray(_digests(list(leaves.values()))).tolist()
+    digests = _digests(list(leaves.values()))
     self._manager.save(
       step,
       args=ocp.args.Composite(
@@ -128,6 +139,8 @@ class Checkpoints:
       self._manager = None
 
   def _set_aside(self, step: int):
+    if not self._place.is_main:
+      return
     self._damaged.mkdir(parents=True, exist_ok=True)
     target, n = self._damaged / str(step), 0
     while target.exists():
@@ -146,14 +159,9 @@ def _read(folder: epath.Path, like: TrainState) -> tuple[TrainState, str]:
   with _quiet():
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
       about = reader.restore(folder / 'about')
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-      _named(like),
-    )
     with ocp.StandardCheckpointer() as reader:
-      leaves = reader.restore(folder / 'state', target)
-  found = np.asarray(_digests(list(leaves.values()))).tolist()
+      leaves = reader.restore(folder / 'state', _named(like))
+  found = _digests(list(leaves.values()))
   wrong = [k for k, a, b in zip(leaves, found, about['digests']) if a != b]
   if wrong or len(found) != len(about['digests']):
     raise ValueError(f'digests of arrays {", ".join(wrong[:5])} differ')
@@ -163,18 +171,27 @@ def _read(folder: epath.Path, like: TrainState) -> tuple[TrainState, str]:
   return state, about['identity']
 
 
-@jax.jit
-def _digests(arrays: list[jax.Array]) -> jax.Array:
+def _digests(arrays: list[jax.Array]) -> list[int]:
   """One uint32 an array; any single changed bit changes it."""
+  return [int(x) for x in jax.device_get([_digest(x) for x in arrays])]
 
-  def one(x):
-    x = x.astype(jnp.uint32) if x.dtype == bool else x
-    bits = lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
-    # Odd weights: no change of one word cancels.
-    weights = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
-    return jnp.sum(bits * weights, dtype=jnp.uint32)
 
-  return jnp.stack([one(x) for x in arrays])
+@jax.jit  # one program a shape: all arrays in one compile far longer
+def _digest(x: jax.Array) -> jax.Array:
+  x = x.astype(jnp.uint32) if x.dtype == bool else x
+  bits = lax.bitcast_convert_type(x, jnp.uint32)
+  # Odd weights: no change of one word cancels.
+  return jnp.sum(bits * (2 * _places(x.shape) + 1), dtype=jnp.uint32)
+
+
+def _places(shape: tuple[int, ...]) -> jax.Array:
+  """Each element's place in row-major order, modulo 2^32; never gathered."""
+  place = jnp.zeros(shape, jnp.uint32)
+  for axis, size in enumerate(shape):
+    place = place * jnp.uint32(size) + lax.broadcasted_iota(
+      jnp.uint32, shape, axis
+    )
+  return place
 
 
 @contextlib.contextmanager

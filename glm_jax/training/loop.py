@@ -14,18 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
-from glm_jax.checkpoints import load_model, save_published
+from glm_jax.checkpoints import save_published
 from glm_jax.cli import progress
-from glm_jax.data import Batch, TokenBatches, TokenFile
+from glm_jax.data import TokenBatches, TokenFile
 from glm_jax.model import Model
 from glm_jax.training.checkpointing import Checkpoints
 from glm_jax.training.config import Stage, TrainConfig
 from glm_jax.training.metrics import Metrics
 from glm_jax.training.parameters import Layout
-from glm_jax.training.step import TrainState, init_state, make_eval, make_step
+from glm_jax.training.placement import ONE_DEVICE, OneDevice
+from glm_jax.training.step import TrainState
 from glm_jax.training.windows import Windows
 
 
@@ -70,6 +71,7 @@ class Trainer:
     *,
     init_from: epath.PathLike | None = None,
     log: Callable[[str], None] = print,
+    placement: OneDevice = ONE_DEVICE,
   ):
     """Opens the corpus; allocates nothing on the device.
 
@@ -78,9 +80,15 @@ class Trainer:
       workdir: holds checkpoints and metrics.
       corpus: of `launch/prepare_data.py`: train, held_out and tokenizer/.
       init_from: a checkpoint to take the first parameters from.
-      log: is told what happens.
+      log: is told what happens, by the main process.
+      placement: devices and processes; every process runs the same.
+
+    Raises:
+      ValueError: a corpus or a stage that does not fit model or devices.
     """
-    self.config, self._log = config, log
+    placement.check(config)
+    self.config, self.placement = config, placement
+    self._log = log if placement.is_main else lambda _: None
     self.workdir = epath.Path(workdir).expanduser()
     self.corpus = epath.Path(corpus).expanduser()
     self.layout = Layout(config.model)
@@ -99,16 +107,11 @@ class Trainer:
 
   def restore(self, checkpoints: Checkpoints) -> TrainState:
     """The newest sound state, or that before step 0."""
-    like = jax.eval_shape(lambda: init_state(self.config, self.layout))
+    like = self.placement.abstract(self.config)
     state = checkpoints.restore(like, self.identity)
     if state is not None:
       return state
-    start = None
-    if self._start is not None:
-      start = load_model(self._start, dtype='f32')
-    state = init_state(self.config, self.layout, start)
-    # As a restored state is: one program serves both.
-    return jax.device_put(state, jax.devices()[0])
+    return self.placement.init(self.config, self._start)
 
   def batch(self, step: int) -> Windows:
     """The micro-batches of a step, [accumulate, B, S + E]; pure in `step`."""
@@ -122,9 +125,9 @@ class Trainer:
         lookahead=stage.lookahead,
         seed=self.config.seed * 1000 + index,
       )
-    batch = self._batches[index].batch(within)
-    split = lambda a: a.reshape(stage.accumulate, stage.batch, *a.shape[1:])
-    return jax.tree.map(split, to_windows(batch))
+    batches = self._batches[index]
+    numbers = batches.numbers(within).reshape(stage.accumulate, stage.batch)
+    return self.placement.windows(batches, numbers)
 
   def evaluate(self, evaluate: Callable, params: dict, stage: Stage) -> float:
     """Mean held-out nats a token, over the first `eval_windows`."""
@@ -135,8 +138,8 @@ class Trainer:
     size = min(stage.batch, count)
     nats = tokens = 0.0
     for first in range(0, count - size + 1, size):
-      some = batches.windows(range(first, first + size))
-      total, number = evaluate(params, to_windows(some))
+      some = self.placement.windows(batches, first + np.arange(size))
+      total, number = evaluate(params, some)
       nats, tokens = nats + float(total), tokens + float(number)
     return nats / max(tokens, 1)
 
@@ -170,14 +173,17 @@ class _Session:
     self.started, self.max_seconds = started, max_seconds
     trainer.workdir.mkdir(parents=True, exist_ok=True)
     self.checkpoints = Checkpoints(
-      trainer.workdir, self.config.keep, trainer._log
+      trainer.workdir, self.config.keep, trainer._log, trainer.placement
     )
     self.state = trainer.restore(self.checkpoints)
     self.step = int(self.state.step)
     self.end = self.config.steps
     if max_steps is not None:
       self.end = min(self.end, self.step + max_steps)
-    self.metrics = Metrics(trainer.workdir / 'metrics.jsonl', self.step)
+    self.place = trainer.placement
+    self.metrics = None
+    if self.place.is_main:
+      self.metrics = Metrics(trainer.workdir / 'metrics.jsonl', self.step)
     self.loss = self.held_out = None
     self.timed_tokens = self.timed_seconds = 0.0
     self.slowest = 0.0
@@ -192,8 +198,8 @@ class _Session:
       stage = self.config.stages[index]
       first = index != stage_index
       if first:
-        step_fn = make_step(self.config, stage)
-        self._evaluate = make_eval(self.config, stage)
+        step_fn = self.place.step(self.config, stage)
+        self._evaluate = self.place.evaluate(self.config, stage)
         stage_index = index
       begin = time.monotonic()
       if batch is None:
@@ -231,7 +237,8 @@ class _Session:
 
   def close(self):
     self.checkpoints.close()
-    self.metrics.close()
+    if self.metrics is not None:
+      self.metrics.close()
 
   def _record(self, stage, log, seconds, *, compiled):
     self.loss = log['cross_entropy']
@@ -246,11 +253,11 @@ class _Session:
     if every and self.step % every == 0 and self.step < self.config.steps:
       self._hold_out(stage, line)
     if self.step % self.config.log_every == 0 or 'held_out_loss' in line:
-      self.metrics.write(**line)
+      self._write(**line)
 
   def _hold_out(self, stage, line=None):
     if line is None:
-      self._evaluate = make_eval(self.config, stage)
+      self._evaluate = self.place.evaluate(self.config, stage)
     self.held_out = self.trainer.evaluate(
       self._evaluate, self.state.params, stage
     )
@@ -258,13 +265,16 @@ class _Session:
     if line is not None:
       line['held_out_loss'] = self.held_out
     else:
-      self.metrics.write(
-        step=self.step, stage=stage.name, held_out_loss=self.held_out
-      )
+      self._write(step=self.step, stage=stage.name, held_out_loss=self.held_out)
+
+  def _write(self, **line):
+    if self.metrics is not None:
+      self.metrics.write(**line)
 
   def _failure(self, stage, log) -> str:
     """Describes a step that was not finite; it changed nothing."""
-    self.state = self.state._replace(alive=jnp.bool(True))
+    alive = jax.device_put(np.bool_(True), self.state.alive.sharding)
+    self.state = self.state._replace(alive=alive)
     what = ', '.join(f'{k}={v:.4g}' for k, v in log.items())
     return (
       f'step {self.step} (stage {stage.name}) is not finite: {what}; the '
@@ -279,17 +289,13 @@ class _Session:
       return False
     # Room for one more step and the last checkpoint.
     room = 2 * self.slowest + 5
-    return time.monotonic() - self.started + room > self.max_seconds
+    left = self.max_seconds - (time.monotonic() - self.started)
+    return not self.place.every(left >= room)
 
   def _rate(self):
     if not self.timed_seconds:
       return None
     return self.timed_tokens / self.timed_seconds
-
-
-def to_windows(batch: Batch) -> Windows:
-  """A batch of token files as the trainer takes it."""
-  return Windows(batch.tokens, batch.segment_ids, batch.positions)
 
 
 def export(

@@ -150,10 +150,15 @@ def _draft_loss(model, windows, hidden, stage, options, offset):
 
 
 @functools.lru_cache(16)
-def make_step(
+def make_step(config: TrainConfig, stage: Stage) -> Callable:
+  """The compiled step of a stage on one device; the state is donated."""
+  return jax.jit(step_function(config, stage), donate_argnums=0)
+
+
+def step_function(
   config: TrainConfig, stage: Stage, plan: LocalPlan = LOCAL
 ) -> Callable[[TrainState, Windows], tuple[TrainState, dict[str, jax.Array]]]:
-  """The compiled step of a stage.
+  """The step of a stage, to be compiled.
 
   Args:
     config: the run.
@@ -162,7 +167,7 @@ def make_step(
 
   Returns:
     (state, windows with a leading axis of micro-batches) to the new state
-    and scalars to log. The state is donated.
+    and scalars to log.
   """
   layout = Layout(config.model)
   paths = trainable(config, layout)
@@ -192,7 +197,6 @@ def make_step(
     mean = lambda x: x / count if x.dtype == jnp.float32 else x
     return jax.tree.map(mean, grads), jax.tree.map(mean, log)
 
-  @functools.partial(jax.jit, donate_argnums=0)
   def step(state, batch):
     grads, log = gradients(state, batch)
     norm = _norm(grads)
@@ -262,10 +266,10 @@ def _scalars(log, rate, norm, fine):
 
 @functools.lru_cache(16)
 def make_eval(
-  config: TrainConfig, stage: Stage
+  config: TrainConfig, stage: Stage, plan: LocalPlan = LOCAL
 ) -> Callable[[dict, Windows], tuple[jax.Array, jax.Array]]:
   """(params, windows) to summed nats and tokens of a batch, compiled."""
-  options = _without_kl(stage.options)
+  options = dataclasses.replace(_without_kl(stage.options), plan=plan)
   layout = Layout(config.model)
 
   @jax.jit

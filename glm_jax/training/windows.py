@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm_jax.plan import LOCAL, LocalPlan
+from pallas_kernels.indexer_scores import gpu as gpu_scores
 from pallas_kernels.indexer_scores.reference import relu
+from pallas_kernels.streaming_topk import gpu as gpu_select
+from pallas_kernels.streaming_topk import threshold
 from pallas_kernels.streaming_topk.reference import comparable
-from pallas_kernels.streaming_topk.threshold import top_mask
 from pallas_kernels.tiling import PAGE, dot
 
 
@@ -221,12 +223,10 @@ def _select_rows(index_q, w, queries, index_keys, keys, k, chunk, as_mask):
     q, w, queries, b = xs
     one = lambda a: lax.dynamic_index_in_dim(a, b, 0, keepdims=False)
     own = Keys(one(keys.segment), one(keys.position), keys.first)
-    dots = dot('tih,sh->tis', q, one(index_keys))
-    # One pass over the products; a matmul would need their relu in memory.
-    scores = comparable(jnp.sum(relu(dots) * w[:, :, None], axis=1))
+    scores = comparable(_scores(q, w, one(index_keys)))
     scores = jnp.where(visible(queries, own), scores, -jnp.inf)
     if as_mask:
-      return top_mask(scores, k)
+      return _top_mask(scores, k)
     winners, slots = lax.top_k(scores, width)
     return jnp.where(winners > -jnp.inf, slots, -1).astype(jnp.int32)
 
@@ -234,3 +234,26 @@ def _select_rows(index_q, w, queries, index_keys, keys, k, chunk, as_mask):
   rows = (*map(cut, (index_q, w)), jax.tree.map(cut, queries))
   found = lax.map(best, (*rows, jnp.repeat(jnp.arange(B), n)))
   return found.reshape(B, R, -1)
+
+
+def _scores(q, w, keys):
+  """[T, S] of [T, I, H] queries; on a GPU by a kernel where it fits."""
+
+  def plain(q, w, keys):
+    # One pass over the products; a matmul would need their relu in memory.
+    return jnp.sum(relu(dot('tih,sh->tis', q, keys)) * w[:, :, None], axis=1)
+
+  if not gpu_scores.fits(*q.shape, len(keys)):
+    return plain(q, w, keys)
+  return lax.platform_dependent(
+    q, w, keys, cuda=gpu_scores.sequence_scores, default=plain
+  )
+
+
+def _top_mask(scores, k):
+  """Exact top-k as a mask; on a GPU by a kernel where it fits."""
+  plain = lambda scores: threshold.top_mask(scores, k)
+  if not gpu_select.fits(scores.shape[-1]):
+    return plain(scores)
+  kernel = lambda scores: gpu_select.top_mask(scores, k)
+  return lax.platform_dependent(scores, cuda=kernel, default=plain)

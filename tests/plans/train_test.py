@@ -16,7 +16,8 @@ from glm_jax.training.draft_forward import DraftForm
 from glm_jax.training.parameters import Layout
 from glm_jax.training.step import init_state, make_step
 from glm_jax.training.windows import Windows
-from sharding.train import check_stage, init_sharded, make_sharded_step
+from sharding.placement import MeshPlacement
+from sharding.train import check_stage, make_sharded_step
 
 WINDOW = 512  # one page a rank at context 8; top-k is 8
 STAGE = Stage(
@@ -105,7 +106,8 @@ class TrainTest(parameterized.TestCase):
     self.check(*shape)
 
   def test_each_device_makes_its_own_part(self):
-    made = init_sharded(config(), plan_cases.mesh((2, 2, 2)))
+    place = MeshPlacement(plan_cases.mesh((2, 2, 2)))
+    made = place.init(config(), None)
     shard = made.params['embed'].addressable_shards[0].data
     self.assertEqual(shard.size * 8, made.params['embed'].size)
     self.assertEqual(int(made.step), 0)
