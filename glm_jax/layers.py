@@ -63,7 +63,15 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-  """A linear map without bias; block-scaled fp8 where `init` says so."""
+  """A linear map without bias; block-scaled fp8 where `init` says so.
+
+  Attributes:
+    kernel: [outputs, inputs].
+    scale: [outputs / block, inputs / block] float32 of fp8, else None.
+    block: of fp8, else None.
+    products: what multiplies block-scaled weights that are split over
+      devices (a plan sets it); None on one device.
+  """
 
   def __init__(
     self,
@@ -77,7 +85,7 @@ class Linear(nnx.Module):
   ):
     block = init.fp8_block if fp8 else None
     kernel = param(key, (outputs, inputs), axes, init.dtype, std=init.std)
-    self.block = block
+    self.block, self.products = block, None
     if block is None:
       self.kernel, self.scale = kernel, None
     else:
@@ -88,6 +96,8 @@ class Linear(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [T, inputs] to [T, outputs] in x's dtype."""
+    if self.products is not None:
+      return self.products.linear(self, x)
     if self.block is not None:
       return scaled_matmul(x, self.kernel[...], self.scale[...], self.block)
     return self.wide(x).astype(x.dtype)

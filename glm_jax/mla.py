@@ -91,9 +91,11 @@ class Mla(nnx.Module):
     fp8 weights are dequantised one head at a time.
     """
     c = self.config
-    kernel, block = self.kv_b.kernel[...], self.kv_b.block
     cut = c.qk_nope_head_dim
     side = slice(0, cut) if part == 0 else slice(cut, None)
+    if self.kv_b.products is not None:
+      return self.kv_b.products.heads(self.kv_b, x, spec, c.num_heads, side)
+    kernel, block = self.kv_b.kernel[...], self.kv_b.block
     both = kernel.reshape(c.num_heads, -1, c.kv_lora_rank)[:, side]
     heads = x.swapaxes(0, 1)  # [N, T, .]
     if block is None:

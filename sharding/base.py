@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from glm_jax.cache import Cache
 from glm_jax.config import ModelConfig
 from sharding import ragged, vocab
+from sharding.block_scaled import Products, with_products
 from sharding.collectives import rank_index
 from sharding.experts import run_experts
 from sharding.mesh import CONTEXT, DATA, mesh_shape, ways
@@ -126,7 +127,7 @@ class ShardedPlan:
   def weights(self, module: nnx.Module, num_rows: int):
     """A layer's weights; a split step gathers all but routed experts."""
     if not self.is_split(num_rows):
-      return module
+      return with_products(module, Products(self, (), self.rules))
     kept = Rules(
       tuple(
         (name, tuple(a for a in axes if a not in (DATA, CONTEXT)))
@@ -141,7 +142,8 @@ class ShardedPlan:
           array, kept.sharding(value.axes, array.shape, self.mesh)
         )
       out.append(array)
-    return jax.tree.unflatten(jax.tree.structure(module), out)
+    module = jax.tree.unflatten(jax.tree.structure(module), out)
+    return with_products(module, Products(self, self.row_axes(num_rows), kept))
 
   def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Rows [T, D] of the embedding: each rank looks up the ids it holds."""
