@@ -76,6 +76,15 @@ class Sizes:
     """Lines of 128 outputs."""
     return cdiv(self.k, LANES)
 
+  @property
+  def flops(self) -> int:
+    """FLOPs of the matrix products over a row whose scores are all seen."""
+    lines = self.lines * LANES**2  # winners of each line
+    running = 2 * self.blocks * LANES * (LANES + self.blocks)
+    placed = self.outputs * 3 * self.blocks * LANES**2
+    read = self.outputs * 2 * LANES**3
+    return 2 * (lines + running + placed + read)
+
 
 def power_of_two(n: int, most: int) -> int:
   """The largest power of two up to `most` that divides n."""
@@ -437,6 +446,11 @@ def select(
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel',),
       vmem_limit_bytes=3 * row_bytes + (12 << 20),
+    ),
+    cost_estimate=pl.CostEstimate(
+      flops=T * sizes.flops,
+      bytes_accessed=T * (row_bytes + 8 * outputs * LANES),
+      transcendentals=0,
     ),
     interpret=interpret,
     name='select_topk',

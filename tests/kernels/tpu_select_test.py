@@ -135,6 +135,21 @@ class TpuSelectTest(parameterized.TestCase):
         x[i], x[j] = max(x[i], x[j]), min(x[i], x[j])
       self.assertEqual(x, sorted(x, reverse=True))
 
+  def test_declared_cost_is_a_hand_count(self):
+    """128 lines of scores, eight rows of running counts, two of outputs."""
+    shapes = (
+      jax.ShapeDtypeStruct((3, 128, LANES), jnp.float32),
+      jax.ShapeDtypeStruct((3,), jnp.int32),
+    )
+    traced = jax.make_jaxpr(functools.partial(select, k=256))(*shapes)
+    (call,) = (e for e in traced.eqns if e.primitive.name == 'pallas_call')
+    lines = 128 * 128 * 128  # each line's winners, summed by a matrix
+    running = 2 * (8 * 128 * 128 + 8 * 8 * 128)
+    outputs = 2 * (3 * 8 * 128 * 128 + 2 * 128 * 128 * 128)
+    cost = call.params['cost_estimate']
+    self.assertEqual(cost.flops, 3 * 2 * (lines + running + outputs))
+    self.assertEqual(cost.bytes_accessed, 3 * 4 * (128 * 128 + 2 * 256))
+
 
 if __name__ == '__main__':
   absltest.main()
