@@ -7,7 +7,9 @@ r"""Serves a model over HTTP, as OpenAI's clients expect.
 
 Everything is compiled before the port opens. The first SIGTERM or SIGINT
 closes the port and lets running requests finish; exit code 0 means that the
-server ended because it was told to.
+server ended because it was told to. Over several hosts the same command runs
+on each (launch/pod.sh): process 0 serves, the others follow it, and one that
+is lost ends all.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from absl import flags
 from etils import epath
 
-from glm_jax import cli, mesh_flags
+from glm_jax import cli, mesh_flags  # noqa: F401 (defines flags)
 from glm_jax.embedded import EMBEDDED
 
 _MODEL = flags.DEFINE_string(
@@ -105,6 +107,12 @@ _PREFIX = flags.DEFINE_bool(
 _HOST_GIB = flags.DEFINE_float(
   'kv_offloading_size', 0.0, 'GiB of host memory for evicted pages.'
 )
+_HOST_LATENTS = flags.DEFINE_float(
+  'latent_offloading_size',
+  0.0,
+  'GiB of host memory for the latents of all pages: the device keeps index '
+  'keys alone, and holds many times the context. 0: latents on the device.',
+)
 _DISK = flags.DEFINE_string(
   'disk_cache_dir', None, 'Directory that keeps prefixes over a restart.'
 )
@@ -170,39 +178,36 @@ def model_path() -> str:
 
 def load(path: str):
   """(model, plan): from the checkpoint, or with random weights."""
-  import jax
-
-  from glm_jax import checkpoints, init_model
+  from glm_jax import checkpoints
   from glm_jax.config import FULL
   from glm_jax.plan import ROW_TILE
+  from glm_jax.serving.host_latent import host_latent_plan
   from sharding import launching
 
-  if mesh_flags.COORDINATOR.value is not None:
-    raise cli.UserError(
-      'one process serves: leave out --coordinator_address, and spread the '
-      'model over the devices of this host with --mesh'
-    )
   config = checkpoints.load_config(path)
   tile = ROW_TILE if _DETERMINISTIC.value else None
   plan = launching.plan_for(config, row_tile=tile)
+  if _HOST_LATENTS.value:
+    if hasattr(plan, 'mesh'):
+      raise cli.UserError(
+        '--latent_offloading_size is for one device: leave out --mesh'
+      )
+    plan = host_latent_plan(config, row_tile=tile)
   if _LOAD_FORMAT.value == 'auto':
     dtypes = {'dtype': _DTYPE.value, 'weight_dtype': _WEIGHT_DTYPE.value}
     return checkpoints.load_model(path, plan=plan, **dtypes), plan
-  if mesh_flags.MESH.value is not None:
-    raise cli.UserError('--load_format=dummy runs on one device: drop --mesh')
   if _PER_LAYER.value:
     every = (FULL,) * len(config.indexer_types)
     config = dataclasses.replace(config, indexer_types=every)
   dtype = config.dtype if _DTYPE.value == 'auto' else _DTYPE.value
-  cli.log('random weights: the answers mean nothing')
-  make = jax.jit(lambda key: init_model(config, key, dtype=dtype))
-  return make(jax.random.key(_SEED.value)), plan
+  return launching.random_model(config, dtype, _SEED.value, plan), plan
 
 
-def sized(model, drafts: int, limit, plan):
+def sized(model, drafts: int, limit, plan, say):
   """The cache that fits beside the model, printed."""
   from glm_jax.cache import cache_dtype
   from glm_jax.serving import sizing
+  from sharding import distributed
 
   dtype = 'f32' if str(model.embed.dtype) == 'float32' else 'auto'
   if _CACHE_DTYPE.value != 'auto':
@@ -217,7 +222,15 @@ def sized(model, drafts: int, limit, plan):
       rows=limit.rows,
       drawn=limit.seqs * (drafts + 1) + 8,
       context=_MAX_LEN.value or window,
+      plan=plan,
     )
+    # Every process must come to the same.
+    memory = distributed.least(max(memory, 0) >> 20) << 20
+  host_bytes = int(_HOST_LATENTS.value * 2**30)
+  page = sizing.page_bytes(model.config, dtype, plan)
+  latents = sizing.host_page_bytes(model.config, dtype) if host_bytes else 0
+  if host_bytes:
+    memory = min(memory, host_bytes // latents * page)
   size = sizing.fit(
     model.config,
     dtype=dtype,
@@ -225,20 +238,20 @@ def sized(model, drafts: int, limit, plan):
     max_num_seqs=limit.seqs,
     max_model_len=_MAX_LEN.value,
     num_pages=_PAGES.value,
-    page_size=sizing.page_bytes(model.config, dtype, plan),
+    page_size=page,
   )
-  chosen = '' if _MAX_LEN.value else ', the largest that fits'
-  cli.log(
-    f'max_model_len {size.max_model_len}{chosen}; cache of {size.num_pages} '
-    f'pages ({64 * size.num_pages} tokens, {dtype}, '
-    f'{size.cache_bytes / 2**30:.2f} GiB); maximum concurrency for '
-    f'{size.max_model_len} tokens: {size.concurrency:.2f}x; {drafts} drafts'
-  )
+  for line in sizing.lines(
+    size, dtype, longest=_MAX_LEN.value is None, host_page=latents
+  ):
+    say(line)
+  say(f'{drafts} drafts a round')
   return size, dtype
 
 
 def engine_config(size, dtype: str, drafts: int, eos, limit):
   """The engine that the flags ask for."""
+  import jax
+
   from glm_jax.serving import starting
   from glm_jax.serving.config import EngineConfig
 
@@ -254,6 +267,7 @@ def engine_config(size, dtype: str, drafts: int, eos, limit):
     planned_share=_PLANNED.value,
     host_cache_bytes=int(_HOST_GIB.value * 2**30),
     disk_cache_dir=_DISK.value,
+    wait_for_restores=jax.process_count() > 1,
     eos_token_ids=tuple(eos),
     seed=_SEED.value,
   )
@@ -277,7 +291,9 @@ def set_up() -> None:
 
 def answer_requests(engine, served, keys, about: dict) -> bool:
   """Serves until told to end; whether that was what ended it."""
-  from glm_jax.serving import http
+  import jax
+
+  from glm_jax.serving import http, lockstep
 
   options = http.ServerOptions(
     api_keys=keys,
@@ -305,41 +321,54 @@ def answer_requests(engine, served, keys, about: dict) -> bool:
   server.run()
   error = engine.error
   engine.stop()
+  if error is not None and jax.process_count() > 1:
+    raise lockstep.PodError(f'the engine has failed: {error!r}') from error
   if error is not None:
     cli.log(f'the engine has failed: {error!r}')
   return server.url != '' and error is None
 
 
-def main() -> bool:
-  keys, path = read_keys(_KEYS.value), model_path()
-  try:
-    from glm_jax.serving import http, starting
-  except ModuleNotFoundError as error:
-    raise cli.UserError(
-      f"serving needs {error.name}: pip install 'glm-jax[serve]'"
-    ) from None
-  from glm_jax.text import Tokenizer, read_eos_token_ids
+def serve(path: str, keys: tuple[str, ...]) -> bool:
+  """Serves, or follows process 0; every process runs this."""
+  import jax
 
-  set_up()
+  from glm_jax.serving import http, lockstep, starting
+  from glm_jax.serving.engine import Engine
+  from glm_jax.text import Tokenizer, read_eos_token_ids
+  from sharding import distributed
+
+  main_process = distributed.is_main()
+  say = cli.log if main_process else lambda text: None
   begin = time.perf_counter()
   model, plan = load(path)
   name = epath.Path(path).name
-  cli.log(f'loaded {name} in {time.perf_counter() - begin:.1f} s')
+  say(f'loaded {name} in {time.perf_counter() - begin:.1f} s')
+  if _LOAD_FORMAT.value == 'dummy':
+    say('random weights: the answers mean nothing')
   drafts = _DRAFTS.value
   if drafts is None:
     drafts = 0 if model.mtp is None else 5
   eos = {*read_eos_token_ids(path), *model.config.eos_token_ids}
   eos = tuple(sorted(eos))
+  limit = starting.limits(_MAX_SEQS.value, _MAX_ROWS.value, _COMPACT.value)
+  size, dtype = sized(model, drafts, limit, plan, say)
+  config = engine_config(size, dtype, drafts, eos, limit)
+  wires = []
+  if jax.process_count() > 1:
+    wires = lockstep.join(distributed.main_address())
+  if not main_process:
+    starting.leave_signals_to_process_0()
+    lockstep.follow(Engine(model, config, plan), *wires)
+    return True
   tokenizer = Tokenizer.load(path, eos_token_ids=eos)
   if tokenizer is None:
-    cli.log('no tokenizer: completions take and give token ids alone')
-  limit = starting.limits(_MAX_SEQS.value, _MAX_ROWS.value, _COMPACT.value)
-  size, dtype = sized(model, drafts, limit, plan)
+    say('no tokenizer: completions take and give token ids alone')
   engine = starting.start_engine(
     model,
-    engine_config(size, dtype, drafts, eos, limit),
+    config,
     plan,
-    cli.log,
+    say,
+    followers=wires,
     tune=_TUNE.value,
     tuning_file=_TUNING.value,
   )
@@ -360,6 +389,25 @@ def main() -> bool:
     'kv_cache_dtype': dtype,
   }
   return answer_requests(engine, served, keys, about)
+
+
+def main() -> bool:
+  keys, path = read_keys(_KEYS.value), model_path()
+  try:
+    from glm_jax.serving import http, lockstep  # noqa: F401 (the extra)
+  except ModuleNotFoundError as error:
+    raise cli.UserError(
+      f"serving needs {error.name}: pip install 'glm-jax[serve]'"
+    ) from None
+  from sharding import distributed, launching
+
+  set_up()
+  try:
+    with launching.processes():
+      return serve(path, keys)
+  except lockstep.PodError as error:
+    lost = isinstance(error, lockstep.PeerLost)
+    distributed.fail(str(error), peer_lost=lost)
 
 
 if __name__ == '__main__':

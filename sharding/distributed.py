@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -92,6 +93,32 @@ def finish() -> None:
     jax.distributed.shutdown()
 
 
+def main_address() -> str:
+  """Process 0's address, as the others reach it; several processes only."""
+  return _watch.address
+
+
+def least(value: int) -> int:
+  """The least of all processes' values, 0 to 2^31 - 1."""
+  if jax.process_count() == 1:
+    return value
+  return int(multihost_utils.process_allgather(np.int32(value)).min())
+
+
+def fail(message: str, *, peer_lost: bool) -> NoReturn:
+  """Ends this process, and thereby all others, in one line on stderr.
+
+  Args:
+    message: the line.
+    peer_lost: a peer is gone: the watch says which, given a moment.
+  """
+  if peer_lost:
+    time.sleep(_GRACE_SECONDS)
+  sys.stderr.write(f'{message}\n')
+  sys.stderr.flush()
+  os._exit(1)
+
+
 def is_main() -> bool:
   """Whether this process prints results: process 0."""
   return jax.process_index() == 0
@@ -132,6 +159,7 @@ class _Watch:
       own = socket.gethostbyname(host) if host else _own_address()
       address[:] = [*map(int, own.split('.')), port]
     *numbers, port = multihost_utils.broadcast_one_to_all(address).tolist()
+    self.address = '.'.join(map(str, numbers))
     if server is not None:
       self._lines = {}
       for _ in range(count - 1):
@@ -140,7 +168,7 @@ class _Watch:
         self._lines[int.from_bytes(line.recv(4), 'big')] = line
       server.close()
     else:
-      target = ('.'.join(map(str, numbers)), port)
+      target = (self.address, port)
       line = socket.create_connection(target, timeout=seconds)
       line.sendall(me.to_bytes(4, 'big'))
       self._lines = {0: line}

@@ -43,7 +43,10 @@ class ScriptedEngine:
     self.draining = False
     self.flushes = self.rounds = 0
     self.tokens = {'prompt': 0, 'generation': 0}
-    self.prefix = {'query_tokens': 0, 'hit_tokens': 0}
+    self.prefix = dict.fromkeys(
+      ('query_tokens', 'hit_tokens', 'evicted_pages', 'restored_pages',
+       'shortened_hits'), 0
+    )  # fmt: skip
     self.fail = None
 
   @property
@@ -65,6 +68,7 @@ class ScriptedEngine:
       request_id=request.request_id,
       prompt_tokens=len(request.prompt_ids),
       cached_tokens=self._cached(request.prompt_ids),
+      queued_seconds=0.25,
     )
     try:
       ids, reason = self._ids(request)
@@ -120,6 +124,8 @@ class ScriptedEngine:
         'drafted': [self.rounds, self.rounds],
         'accepted': [self.rounds, 0],
       },
+      'host': {'bytes': 300, 'budget': 400, 'put': 5, 'fetched': 2},
+      'disk': None,
       'preemptions': 4,
       'corrupted': 0,
       'note': 'text is not shown',

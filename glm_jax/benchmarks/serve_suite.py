@@ -5,7 +5,8 @@ whose conversations grow turn by turn. Without a URL the suite starts two
 servers, one after the other: the whole engine, and the naive one with an
 indexer in every layer and neither prefix or host cache nor drafts. The naive
 one has random weights, since no checkpoint has weights for its indexers; it
-does the same work whatever they are.
+does the same work whatever they are. Two more cases, `restore` and `tuning`,
+measure the engine in this process: see `serve_engine`.
 """
 
 from __future__ import annotations
@@ -96,22 +97,33 @@ def run(request: Request, log: Callable[..., None]) -> Report:
       'the serve suite measures a server that runs: use --evidence=run'
     )
   cases = traces(request.scale)
-  chosen = [
-    name
-    for name in cases
-    if not request.select or any(part in name for part in request.select)
-  ]
-  if not chosen:
+  inside = _chosen(request, () if request.url else ('restore', 'tuning'))
+  chosen = _chosen(request, cases)
+  if not chosen + inside:
     raise ValueError(f'no case of {", ".join(cases)} matches {request.select}')
+  found = []
   if request.url is not None:
     found = _measure(request, request.url, 'url', chosen, cases, log)
-  else:
-    found = []
+  elif chosen:
     for system, flags in (('engine', ()), ('naive', NAIVE)):
       log(f'{system}: starting a server')
       with _server(request, flags) as url:
         found += _measure(request, url, system, chosen, cases, log)
-  return _report(request, found)
+  report = _report(request, found)
+  if not inside:
+    return report
+  from glm_jax.benchmarks import serve_engine
+
+  rows, missed = serve_engine.run(request, inside, log)
+  return dataclasses.replace(
+    report, rows=report.rows + tuple(rows), missed=report.missed + tuple(missed)
+  )
+
+
+def _chosen(request: Request, names) -> list[str]:
+  if not request.select:
+    return list(names)
+  return [n for n in names if any(part in n for part in request.select)]
 
 
 def _measure(request, url, system, chosen, cases, log) -> list[tuple]:
@@ -171,7 +183,9 @@ def _report(request: Request, found: list[tuple]) -> Report:
       missed.append(f'{case}, {system}: {figures["failed"]} requests failed')
     if base and figures['output_throughput'] <= base:
       missed.append(f'{case}: the engine is not faster than the naive one')
-  notes = ('all sessions arrive at once; 8 run side by side, greedily',)
+  notes = ()
+  if found:
+    notes += ('all sessions arrive at once; 8 run side by side, greedily',)
   if naive:
     notes += ('the naive engine has random weights',)
   return ServeReport(tuple(rows), notes, tuple(missed), tuple(blocks))

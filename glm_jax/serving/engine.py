@@ -49,6 +49,8 @@ class Engine:
     disk: the disk tier, or None.
     store: the pages.
     scheduler: queues and slots.
+    vocab_size: ids are below it.
+    propose: `filters.propose`, or what stands for it over several processes.
   """
 
   def __init__(
@@ -82,7 +84,9 @@ class Engine:
     )
     eos = config.eos_token_ids
     eos = model.config.eos_token_ids if eos is None else eos
+    self.vocab_size = model.config.vocab_size
     self._intake = Intake(config, model.config.vocab_size, eos)
+    self.propose = propose
     self._words = cdiv(model.config.vocab_size, 32)
     self._live: dict[str, Sequence] = {}
     self._flying: collections.deque[tuple[StepPlan, StepResult]] = (
@@ -187,12 +191,14 @@ class Engine:
     self.host.sink()
     self.disk.close()
 
-  def tune(self, path: str | None = None, candidates=()) -> Tuning:
+  def tune(
+    self, path: str | None = None, candidates=(), saved: Tuning | None = None
+  ) -> Tuning:
     """Chooses how each context range runs; before `warm_up`.
 
     See `runner.Runner.tune`.
     """
-    chosen = self.runner.tune(path, candidates)
+    chosen = self.runner.tune(path, candidates, saved)
     self.scheduler.set_chunks(self.runner.chunks)
     return chosen
 
@@ -253,6 +259,7 @@ class Engine:
         accepted=tuple(seq.accepted),
         rounds=seq.rounds,
         error=error,
+        queued_seconds=seq.queued_seconds,
       )
     )
 
@@ -289,7 +296,7 @@ class Engine:
       if seq.request.token_filter is None:
         continue
       try:
-        proposals[seq] = propose(seq, drafts, self._words)
+        proposals[seq] = self.propose(seq, drafts, self._words)
       except FilterError as error:
         failed.add(seq)
         self._finish(seq, 'error', error=str(error))

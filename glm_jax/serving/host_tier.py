@@ -116,12 +116,17 @@ class HostTier:
     return len(self._stored) * self.record_bytes
 
   @property
+  def arriving(self) -> int:
+    """Records on their way that `poll` has not seen arrive."""
+    return len(self._coming)
+
+  @property
   def pinned_records(self) -> int:
     """Records that a sequence counts on."""
     return len(self._pins)
 
   def report(self) -> dict[str, int]:
-    """Bytes, budget and counts."""
+    """Bytes, budget and counts of pages."""
     used, budget = self.used_bytes, self.budget_bytes
     return {'bytes': used, 'budget': budget, **self.counts}
 

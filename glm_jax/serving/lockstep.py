@@ -4,9 +4,9 @@ Given the same requests, cancellations and clock, an engine makes the same
 plans and dispatches the same device calls in the same order; that is all that
 a program over several processes needs. So process 0, which serves the API,
 sends what happened since the last step, and every process replays it before
-its own step. Masks of token filters are computed everywhere: a filter answers
-by tokens alone. The wire is TCP between hosts, not a device collective, which
-would wait for the steps in flight.
+its own step. Token filters run in process 0 alone, which sends the masks that
+they gave. The wire is TCP between hosts, not a device collective, which would
+wait for the steps in flight.
 
 A process that is lost, or whose state differs from process 0's, ends the pod
 with an error that says so.
@@ -14,6 +14,7 @@ with an error that says so.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import secrets
 import time
@@ -21,14 +22,28 @@ from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from glm_jax.serving.engine import Engine
-from glm_jax.serving.request import InvalidRequest, Output, Request
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-_STOP = 'stop'
+from glm_jax.serving.engine import Engine
+from glm_jax.serving.filters import FilterError, propose
+from glm_jax.serving.request import Output, Request
+from glm_jax.serving.tuning import Tuning
+
+_KEY_BYTES = 32
 
 
 class PodError(RuntimeError):
-  """A process of the pod is lost or out of step; nothing can be served."""
+  """The processes of the pod do not agree; nothing can be served."""
+
+
+class PeerLost(PodError):
+  """A process of the pod is gone."""
+
+
+class _AskedElsewhere:
+  """Stands for a token filter whose masks come over the wire."""
 
 
 class Leader:
@@ -41,19 +56,15 @@ class Leader:
   def __init__(self, engine: Engine, followers: Sequence[Connection]):
     check_lockstep(engine)
     self.engine = engine
+    engine.propose = self._propose
     self._followers = list(followers)
     self._events: list[tuple] = []
 
   def submit(self, request: Request) -> None:
-    """See `request.EngineCore`; a token filter must be picklable."""
-    if request.token_filter is not None:
-      try:
-        pickle.dumps(request.token_filter)
-      except Exception as error:
-        raise InvalidRequest(
-          f'this token filter cannot be sent to other processes: {error}'
-        ) from error
+    """See `request.EngineCore`."""
     self.engine.submit(request)
+    if request.token_filter is not None:
+      request = dataclasses.replace(request, token_filter=_AskedElsewhere())
     self._events.append(('submit', request))
 
   def abort(self, request_id: str) -> bool:
@@ -79,31 +90,47 @@ class Leader:
     """See `request.EngineCore`."""
     return self.engine.stats()
 
+  def tune(self, path: str | None = None, candidates=()) -> Tuning:
+    """See `engine.Engine.tune`; what is saved here holds everywhere."""
+    saved = self.engine.runner.saved_tuning(path, candidates)
+    self._send('tune', saved)
+    return self.engine.tune(path, candidates)
+
   def warm_up(self) -> int:
     """Compiles every shape, here and in all other processes."""
-    self._send(('warm_up', None, [], None))
+    self._send('warm_up', self.engine.config)
     return self.engine.warm_up()
 
   def step(self) -> list[Output]:
     """See `request.EngineCore`."""
     now, events, self._events = time.monotonic(), self._events, []
     if events or self.engine.has_work():
-      self._send(('step', now, events, state_of(self.engine)))
+      self._send('step', now, events, state_of(self.engine))
       return self.engine.step(now)
     return []
 
   def close(self) -> None:
     """Ends every process's loop."""
-    self._send((_STOP, None, [], None))
+    self._send('stop')
     self.engine.close()
 
-  def _send(self, message: tuple) -> None:
+  def _propose(self, seq, most: int, words: int):
+    """See `filters.propose`; the others get what came of it."""
+    try:
+      found = propose(seq, most, words)
+    except FilterError as error:
+      self._send('proposal', str(error))
+      raise
+    self._send('proposal', found)
+    return found
+
+  def _send(self, *message: Any) -> None:
     data = pickle.dumps(message)
     for number, connection in enumerate(self._followers, 1):
       try:
         connection.send_bytes(data)
       except OSError as error:
-        raise PodError(
+        raise PeerLost(
           f'process {number} of the pod is lost: {error}'
         ) from error
 
@@ -119,25 +146,45 @@ def follow(engine: Engine, leader: Connection) -> None:
     PodError: process 0 is lost, or the two have come out of step.
   """
   check_lockstep(engine)
+
+  def proposed(seq, most: int, words: int):
+    _, found = _receive(leader)
+    if isinstance(found, str):
+      raise FilterError(found)
+    return found
+
+  engine.propose = proposed
   while True:
-    try:
-      kind, now, events, state = pickle.loads(leader.recv_bytes())
-    except (EOFError, OSError) as error:
-      raise PodError(f'process 0 of the pod is lost: {error}') from error
-    if kind == _STOP:
+    kind, *message = _receive(leader)
+    if kind == 'stop':
       engine.close()
       return
-    if kind == 'warm_up':
+    if kind == 'tune':
+      engine.tune(saved=message[0])
+    elif kind == 'warm_up':
+      _check_equal(engine.config, message[0])
       engine.warm_up()
-      continue
-    for name, *arguments in events:
-      getattr(engine, name)(*arguments)
-    if state_of(engine) != state:
-      raise PodError(
-        f'out of step with process 0: {state_of(engine)} is not {state}; were '
-        'both started with the same flags?'
-      )
-    engine.step(now)
+    else:
+      now, events, state = message
+      for name, *arguments in events:
+        getattr(engine, name)(*arguments)
+      _check_equal(state_of(engine), state)
+      engine.step(now)
+
+
+def _receive(leader: Connection) -> tuple:
+  try:
+    return pickle.loads(leader.recv_bytes())
+  except (EOFError, OSError) as error:
+    raise PeerLost(f'process 0 of the pod is lost: {error}') from error
+
+
+def _check_equal(own: object, leaders: object) -> None:
+  if own != leaders:
+    raise PodError(
+      f'out of step with process 0: {own} is not {leaders}; were both started '
+      'with the same flags?'
+    )
 
 
 def state_of(engine: Engine) -> tuple:
@@ -177,7 +224,7 @@ def listen(host: str, port: int = 0) -> tuple[Listener, tuple[str, int, bytes]]:
   Returns:
     The listener, and (host, port, key), to be handed to the others once.
   """
-  key = secrets.token_bytes(32)
+  key = secrets.token_bytes(_KEY_BYTES)
   listener = Listener((host, port), backlog=256, authkey=key)
   return listener, (*listener.address, key)
 
@@ -193,3 +240,28 @@ def connect(address: tuple[str, int, bytes]) -> Connection:
   """Another process's end."""
   host, port, key = address
   return Client((host, port), authkey=key)
+
+
+def join(host: str) -> list[Connection]:
+  """Wires the processes of `jax.distributed` to process 0; all call it.
+
+  Args:
+    host: process 0's address, as the others reach it.
+
+  Returns:
+    In process 0 the wire of each other process in their order, elsewhere the
+    wire to process 0.
+  """
+  listener, secret = None, np.zeros(_KEY_BYTES + 2, np.uint8)
+  if not jax.process_index():
+    listener, (_, port, key) = listen(host)
+    secret[:] = [*key, *port.to_bytes(2, 'big')]
+  secret = multihost_utils.broadcast_one_to_all(secret).tobytes()
+  if listener is None:
+    port = int.from_bytes(secret[_KEY_BYTES:], 'big')
+    wire = connect((host, port, secret[:_KEY_BYTES]))
+    wire.send(jax.process_index())
+    return [wire]
+  wires = accept(listener, jax.process_count() - 1)
+  by_number = {wire.recv(): wire for wire in wires}
+  return [by_number[number] for number in sorted(by_number)]

@@ -162,6 +162,7 @@ class Output:
     accepted: of them accepted.
     rounds: rounds with at least one draft so far.
     error: the message with finish reason 'error'.
+    queued_seconds: until it was first scheduled; None if it never was.
   """
 
   request_id: str
@@ -175,6 +176,7 @@ class Output:
   accepted: tuple[int, ...] = ()
   rounds: int = 0
   error: str | None = None
+  queued_seconds: float | None = None
 
   @property
   def accept_length(self) -> float:

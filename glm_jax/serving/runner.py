@@ -21,7 +21,7 @@ from glm_jax.cache import cache_dtype, init_cache
 from glm_jax.drafting import DraftOptions, drafter
 from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
-from glm_jax.serving import records, tuning
+from glm_jax.serving import placement, records, tuning
 from glm_jax.serving.config import Buckets, EngineConfig, buckets
 from glm_jax.serving.inputs import InputBuilder
 from glm_jax.serving.scheduler import StepPlan
@@ -45,13 +45,18 @@ def _compiled_step(treedef):
   more host time than everything else of a step.
   """
 
-  def step(leaves, state, table, inputs, **static):
+  def step(leaves, state, table, inputs, *, beside, **static):
     model = jax.tree.unflatten(treedef, leaves)
-    return engine_step(model, state, table, inputs, **static)
+    state, result = engine_step(model, state, table, inputs, **static)
+    if beside is not None:
+      cache, small = state.cache, dataclasses.replace(state, cache=None)
+      small, result = jax.lax.with_sharding_constraint((small, result), beside)
+      state = dataclasses.replace(small, cache=cache)
+    return state, result
 
   return jax.jit(
     step,
-    static_argnames=('plan', 'blocks', 'with_drafter', 'options'),
+    static_argnames=('plan', 'blocks', 'with_drafter', 'options', 'beside'),
     donate_argnames='state',
   )
 
@@ -83,23 +88,6 @@ def _extract(sharding):
   return jax.jit(
     records.extract, out_shardings=sharding, static_argnames='plan'
   )
-
-
-def host_sharding(array: jax.Array):
-  """The sharding of a copy in pinned host memory; None without such."""
-  device = next(iter(array.sharding.device_set))
-  kinds = {memory.kind for memory in device.addressable_memories()}
-  if 'pinned_host' not in kinds or len(array.sharding.device_set) > 1:
-    return None
-  return jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
-
-
-def _beside(sharding):
-  """Where small arrays live beside a pool: on all of its devices."""
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    spec = jax.sharding.PartitionSpec()
-    return jax.sharding.NamedSharding(sharding.mesh, spec)
-  return sharding
 
 
 class Runner:
@@ -134,23 +122,26 @@ class Runner:
       dtype = 'f32'
     cache = init_cache(model.config, config.num_pages, dtype=dtype, plan=plan)
     self.record_bytes = records.record_bytes(cache, plan)
-    host = host_sharding(cache.index_keys) if pinned else None
+    host = placement.host_sharding(cache.index_keys) if pinned else None
     self.pinned = host is not None
     self._root: bytes | None = None
     self._describe = model.config, cache_dtype(model.config, dtype)
     slots = config.max_num_seqs
     self._layout = plan  # candidates of tuning keep where pages are
     # Committed to where they live: page moves are, and jit tells them apart.
-    small = _beside(cache.index_keys.sharding)
+    small = placement.beside(cache.index_keys.sharding)
     state = init_state(model, cache, slots, config.most_drafts)
     cache = jax.tree.map(lambda a: jax.device_put(a, a.sharding), cache)
-    state = jax.device_put(dataclasses.replace(state, cache=None), small)
+    state = placement.put(dataclasses.replace(state, cache=None), small)
     self._state = dataclasses.replace(state, cache=cache)
     table = jnp.full((slots + 1, config.max_blocks), -1, jnp.int32)
-    self._table = jax.device_put(table, small)
+    self._table = placement.put(table, small)
     self._small = small
+    many = isinstance(small, jax.sharding.NamedSharding)
+    self._beside = small if many else None
     self._extract = _extract(small if host is None else host)
-    self._plans = dict.fromkeys(self.buckets.blocks, plan)
+    # By pages a request, without and with prompt rows.
+    self._plans = dict.fromkeys(self.buckets.blocks, (plan, plan))
     self.chunks = dict.fromkeys(self.buckets.blocks, self.buckets.prefill[-1])
     share = model.config.mtp.share_index_and_kv
     self._options = DraftOptions(share, share)
@@ -159,7 +150,10 @@ class Runner:
     self._num_slots = slots
     self._debug = config.debug
     words = cdiv(model.config.vocab_size, 32)
-    self._inputs = InputBuilder(slots, self.buckets.finishing, words, jnp.full)
+    full = lambda *args: (
+      placement.put(np.full(*args), small) if many else jnp.full(*args)
+    )
+    self._inputs = InputBuilder(slots, self.buckets.finishing, words, full)
 
   @property
   def root(self) -> bytes:
@@ -187,7 +181,7 @@ class Runner:
     for prefill, batch, drafts, blocks in shapes:
       inputs = self._inputs.build(StepPlan(), prefill, batch, drafts)
       result = self._run(inputs, blocks)
-    page = jnp.int32(0)
+    page = np.int32(0)
     record = self._extract(self._state.cache, page, self._layout)
     self.insert(0, self.to_device(record))
     self.copy(0, 0)
@@ -198,14 +192,30 @@ class Runner:
     jax.block_until_ready((result, self._state, self._table))
     return len(shapes)
 
+  def saved_tuning(
+    self, path: str | None, candidates: Seq[LocalPlan] = ()
+  ) -> Tuning | None:
+    """The choice saved at `path`; None without one.
+
+    Raises:
+      ValueError: it is of another device, model or engine.
+    """
+    if path is None or not epath.Path(path).exists():
+      return None
+    return tuning.load(path, self._tuning_key(self._candidates(candidates)))
+
   def tune(
-    self, path: str | None = None, candidates: Seq[LocalPlan] = ()
+    self,
+    path: str | None = None,
+    candidates: Seq[LocalPlan] = (),
+    saved: Tuning | None = None,
   ) -> Tuning:
     """Chooses how each context range runs; before the first request.
 
     Args:
       path: of a saved choice; read if it is there, written if not.
       candidates: plans to choose from; () for variants of the engine's own.
+      saved: a choice that was read already.
 
     Returns:
       The choice, which is in force.
@@ -213,19 +223,34 @@ class Runner:
     Raises:
       ValueError: the file is of another device, model or engine.
     """
-    own = self._plans[self.buckets.blocks[0]]
-    candidates = tuple(candidates) or tuning.default_candidates(own)
-    key = tuning.tuning_key((self._describe, self.buckets), candidates)
-    if path is not None and epath.Path(path).exists():
-      chosen = tuning.load(path, key)
-    else:
+    candidates = self._candidates(candidates)
+    chosen = saved or self.saved_tuning(path, candidates)
+    if chosen is None:
+      key = self._tuning_key(candidates)
       steps = functools.partial(self._time_step, candidates)
       chosen = tuning.tune(key, self.buckets, len(candidates), steps)
       if path is not None:
         chosen.save(path)
-    self._plans = {n: candidates[i] for n, i in chosen.plans.items()}
+    self._plans = {
+      n: (candidates[i], candidates[chosen.prompt_plans[n]])
+      for n, i in chosen.plans.items()
+    }
     self.chunks = dict(chosen.chunks)
     return chosen
+
+  def compare_tuning(
+    self, chosen: Tuning, candidates: Seq[LocalPlan] = ()
+  ) -> list[tuning.Compared]:
+    """A choice of `tune` beside every fixed one; before the first request."""
+    steps = functools.partial(self._time_step, self._candidates(candidates))
+    return tuning.compare(chosen, self.buckets, steps)
+
+  def _candidates(self, given: Seq[LocalPlan]) -> tuple[LocalPlan, ...]:
+    own = self._layout
+    return tuple(given) or tuning.default_candidates(own)
+
+  def _tuning_key(self, candidates: Seq[LocalPlan]) -> str:
+    return tuning.tuning_key((self._describe, self.buckets), candidates)
 
   def _time_step(self, candidates, blocks, rows, plan) -> list[float]:
     """Times steps at the end of a context range, on pages nobody uses yet.
@@ -243,7 +268,7 @@ class Runner:
       inputs = dataclasses.replace(
         inputs, slots=np.zeros(b.batch[-1], np.int32)
       )
-    before, self._plans = self._plans, {blocks: candidates[plan]}
+    before, self._plans = self._plans, {blocks: (candidates[plan],) * 2}
     put = lambda a, value: jax.device_put(a.at[0].set(value), self._small)
     try:
 
@@ -301,10 +326,11 @@ class Runner:
       self._state,
       self._table,
       inputs,
-      plan=self._plans[blocks],
+      plan=self._plans[blocks][len(inputs.tokens) > 0],
       blocks=blocks,
       with_drafter=self.with_drafter,
       options=self._options,
+      beside=self._beside,
     )
     for a in jax.tree.leaves(result):
       a.copy_to_host_async()
@@ -329,7 +355,7 @@ class Runner:
 
   def to_device(self, record) -> dict[str, jax.Array]:
     """Starts to move a record from the host to the device."""
-    return jax.device_put(record, self._small)
+    return placement.put(record, self._small)
 
   def insert(self, page: int, record) -> None:
     """Fills a page from a record on the device."""

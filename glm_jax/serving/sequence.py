@@ -53,7 +53,7 @@ class Sequence:
     drafted: drafts proposed, a count for each place.
     accepted: of them accepted.
     rounds: rounds with a draft.
-    times: monotonic seconds of arrival, first schedule, first and last token.
+    times: monotonic seconds of arrival and first schedule.
   """
 
   request: Request
@@ -90,6 +90,12 @@ class Sequence:
   def prompt_tokens(self) -> int:
     """Tokens of the prompt."""
     return len(self.request.prompt_ids)
+
+  @property
+  def queued_seconds(self) -> float | None:
+    """Seconds until it was first scheduled; None while it waits."""
+    scheduled = self.times.get('scheduled')
+    return None if scheduled is None else scheduled - self.times['arrival']
 
   @property
   def order(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from glm_jax.cache import init_cache
 from glm_jax.config import ModelConfig
+from glm_jax.serving.host_latent import HostLatentPlan
 from pallas_kernels.tiling import PAGE, cdiv
 
 # Of host memory, where the device has none of its own: a cache beside the
@@ -51,18 +52,32 @@ def page_bytes(config: ModelConfig, dtype: str, plan=None) -> int:
   Args:
     config: the model.
     dtype: of the cache.
-    plan: of several devices; what one of them holds and moves is counted.
+    plan: of several devices: what one of them holds and moves is counted;
+      with latents on the host, they are not.
   """
   shapes = lambda n: jax.eval_shape(lambda: init_cache(config, n, dtype=dtype))
   if hasattr(plan, 'cache_bytes'):
     found = plan.cache_bytes(shapes(_MANY_PAGES))
     return cdiv(found['pools'] + found['slots'], _MANY_PAGES)
-  arrays = jax.tree.leaves(shapes(1))
-  return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+  whole = _bytes(shapes(1))
+  if isinstance(plan, HostLatentPlan):
+    return whole - host_page_bytes(config, dtype)
+  return whole
+
+
+def _bytes(arrays) -> int:
+  leaves = jax.tree.leaves(arrays)
+  return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in leaves)
+
+
+def host_page_bytes(config: ModelConfig, dtype: str) -> int:
+  """Bytes of one page's latents, where those are in host memory."""
+  cache = jax.eval_shape(lambda: init_cache(config, 1, dtype=dtype))
+  return _bytes((cache.latents, cache.latent_scales))
 
 
 def workspace_bytes(
-  config: ModelConfig, *, rows: int, drawn: int, context: int
+  config: ModelConfig, *, rows: int, drawn: int, context: int, plan=None
 ) -> int:
   """Bytes that a step needs beside weights and cache, estimated.
 
@@ -71,13 +86,15 @@ def workspace_bytes(
     rows: rows of a step at most.
     drawn: rows of a step at most that get logits.
     context: keys that a row may see.
+    plan: rows that it sends ahead to the device are counted.
   """
   # Logits, their sort with its indices, probabilities: float32 each.
   logits = 6 * 4 * drawn * config.vocab_size
   hidden = 12 * 4 * rows * config.hidden_size
   # One bounded block of index scores over the whole context.
   scores = 2 * 4 * 8 * context
-  return logits + hidden + scores
+  ahead = plan.ahead_bytes if isinstance(plan, HostLatentPlan) else 0
+  return logits + hidden + scores + ahead
 
 
 def available_bytes(utilization: float) -> int:
@@ -88,7 +105,7 @@ def available_bytes(utilization: float) -> int:
       is in use already (the weights) is taken off. Without device memory,
       half of the free host memory, 4 GiB at most.
   """
-  stats = jax.devices()[0].memory_stats()
+  stats = jax.local_devices()[0].memory_stats()
   if stats and 'bytes_limit' in stats:
     limit = int(stats['bytes_limit'] * utilization)
     return limit - stats.get('bytes_in_use', 0)
@@ -147,3 +164,31 @@ def fit(
       f'bytes, and {pages} fit: use at most --max_model_len={longest}'
     )
   return Size(int(pages), size, max_model_len or longest)
+
+
+def lines(
+  size: Size, dtype: str, *, longest: bool, host_page: int = 0
+) -> list[str]:
+  """A size for people.
+
+  Args:
+    size: what fits.
+    dtype: of the cache.
+    longest: nobody asked for a context: it is the largest that fits.
+    host_page: bytes of a page's latents in host memory, 0 for none.
+  """
+  chosen = ', the largest that fits' if longest else ''
+  out = [
+    f'max_model_len {size.max_model_len}{chosen}; cache of {size.num_pages} '
+    f'pages ({PAGE * size.num_pages} tokens, {dtype}, '
+    f'{size.cache_bytes / 2**30:.2f} GiB); maximum concurrency for '
+    f'{size.max_model_len} tokens: {size.concurrency:.2f}x'
+  ]
+  if host_page:
+    page = size.page_bytes
+    out.append(
+      f'latents on the host: {size.num_pages * host_page / 2**30:.2f} GiB; a '
+      f'page takes {page} bytes of the device instead of {page + host_page}: '
+      f'{(page + host_page) / page:.2f} times the tokens'
+    )
+  return out

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 
 import jax
 from etils import epath
@@ -16,6 +18,7 @@ from glm_jax.serving import tuning
 from glm_jax.serving.async_engine import AsyncEngine
 from glm_jax.serving.config import EngineConfig, buckets
 from glm_jax.serving.engine import Engine
+from glm_jax.serving.lockstep import Leader
 from pallas_kernels import dispatch
 
 
@@ -43,6 +46,15 @@ def limits(seqs: int | None, rows: int | None, compact: bool | None) -> Limits:
     default(rows, 128 if cpu else 512),
     default(compact, cpu),
   )
+
+
+def leave_signals_to_process_0() -> None:
+  """Keeps this process alive until process 0 has drained and says so.
+
+  A pod is told to end on every host at once, and requests still run then.
+  """
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
 
 
 def sampling_defaults(directory: epath.PathLike) -> dict[str, float]:
@@ -75,6 +87,7 @@ def start_engine(
   plan: LocalPlan,
   log: Callable[[str], None],
   *,
+  followers: Sequence[Connection] = (),
   tune: bool = False,
   tuning_file: str | None = None,
 ) -> AsyncEngine:
@@ -85,6 +98,7 @@ def start_engine(
     config: of the engine.
     plan: of one device or several.
     log: gets a line for everything that was chosen.
+    followers: wires to the other processes, if there are any.
     tune: measure what each context range runs on; see `tuning`.
     tuning_file: of a saved choice: read if it is there, else written.
 
@@ -94,6 +108,8 @@ def start_engine(
     EngineDied: compilation failed.
   """
   engine = Engine(model, config, plan)
+  if followers:
+    engine = Leader(engine, followers)
   begin = time.perf_counter()
   if tune or tuning_file is not None:
     chosen = engine.tune(tuning_file)

@@ -1,10 +1,10 @@
 """Run-time path tuning: what each context range runs on, by measurement.
 
 For every compiled context range the candidates (exact implementations and
-block sizes) run a real decode step, and every chunk size a real prompt step;
-the fastest are kept. Selections never change, only how fast they come. The
-choice can be saved and read back; a file of another device, model or engine
-is refused.
+block sizes) run a real decode step, and a real prompt step of every chunk
+size; the fastest are kept, for steps with and without prompt rows apart.
+Selections never change, only how fast they come. The choice can be saved and
+read back; a file of another device, model or engine is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from glm_jax.plan import LocalPlan
 from glm_jax.serving.config import Buckets
@@ -48,13 +50,15 @@ class Tuning:
 
   Attributes:
     key: device, model and shapes that it holds for.
-    plans: by pages a request: the index of the candidate.
+    plans: by pages a request: the candidate that steps without prompts take.
+    prompt_plans: the same of steps with prompt rows.
     chunks: by pages a request: prompt rows of a step at most.
     measured: everything that was timed.
   """
 
   key: str
   plans: dict[int, int]
+  prompt_plans: dict[int, int]
   chunks: dict[int, int]
   measured: tuple[Measured, ...] = ()
 
@@ -67,13 +71,17 @@ class Tuning:
     """The choice for people, a line a context range."""
     out = []
     for blocks, plan in sorted(self.plans.items()):
-      p = candidates[plan]
+      prompt = candidates[self.prompt_plans[blocks]]
       out.append(
-        f'up to {blocks * 64} tokens: implementation '
-        f'{p.implementation or "auto"}, blocks of {p.block_bytes >> 20} MiB, '
-        f'prompt chunks of {self.chunks[blocks]} rows'
+        f'up to {blocks * 64} tokens: {_named(candidates[plan])}; prompts '
+        f'{_named(prompt)}, {self.chunks[blocks]} rows a step'
       )
     return out
+
+
+def _named(plan: LocalPlan) -> str:
+  size = plan.block_bytes >> 20
+  return f'implementation {plan.implementation or "auto"}, blocks of {size} MiB'
 
 
 def default_candidates(plan: LocalPlan) -> tuple[LocalPlan, ...]:
@@ -101,7 +109,9 @@ def load(path: epath.PathLike, key: str) -> Tuning:
     data = json.loads(epath.Path(path).read_text())
     numbers = lambda d: {int(k): int(v) for k, v in d.items()}
     measured = tuple(Measured(**m) for m in data['measured'])
-    plans, chunks = numbers(data['plans']), numbers(data['chunks'])
+    chosen = [
+      numbers(data[name]) for name in ('plans', 'prompt_plans', 'chunks')
+    ]
     found = data['key']
   except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
     raise ValueError(f'{path} is not a tuning file: {error}') from error
@@ -110,7 +120,7 @@ def load(path: epath.PathLike, key: str) -> Tuning:
       f'{path} was tuned for {found!r}, this engine is {key!r}: delete it to '
       'tune again'
     )
-  return Tuning(key, plans, chunks, measured)
+  return Tuning(key, *chosen, measured)
 
 
 def tune(
@@ -129,33 +139,98 @@ def tune(
       not counted; raises `NotImplementedError` for a plan that does not run.
 
   Returns:
-    The choice: decoding decides the plan, the rows a second of that plan the
-    chunk.
+    The choice: the fastest decode step, and the most prompt rows a second.
 
   Raises:
     NotImplementedError: no candidate runs.
   """
-  measured, plans, chunks = [], {}, {}
+  measured, plans, prompt_plans, chunks = [], {}, {}, {}
 
-  def measure(blocks, rows, plan) -> float | None:
+  def measure(blocks, rows, plan) -> float:
+    """Seconds of a step; infinite for a plan that does not run."""
     try:
       seconds = statistics.median(time_step(blocks, rows, plan))
     except NotImplementedError:
       seconds = None
     measured.append(Measured(blocks, rows, plan, seconds))
-    return seconds
+    return float('inf') if seconds is None else seconds
 
   least = buckets.prefill[0]
   for blocks in buckets.blocks:
     times = [measure(blocks, least, i) for i in range(num_candidates)]
-    ran = [i for i, t in enumerate(times) if t is not None]
+    ran = [i for i, t in enumerate(times) if t < float('inf')]
     if not ran:
       raise NotImplementedError('none of the candidate plans runs here')
-    plans[blocks] = best = min(ran, key=lambda i: times[i])
-    rows = [r for r in buckets.prefill if r]
-    rates = {r: r / (measure(blocks, r, best) or float('inf')) for r in rows}
-    chunks[blocks] = max(rates, key=rates.get)
-  return Tuning(key, plans, chunks, tuple(measured))
+    plans[blocks] = min(ran, key=lambda i: times[i])
+    rates = {
+      (i, rows): rows / measure(blocks, rows, i)
+      for i in ran
+      for rows in buckets.prefill
+      if rows
+    }
+    prompt_plans[blocks], chunks[blocks] = max(rates, key=rates.get)
+  return Tuning(key, plans, prompt_plans, chunks, tuple(measured))
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+  """The choice beside the best fixed one, measured again, in turns.
+
+  Attributes:
+    blocks: pages a request of the range.
+    prompt: of steps with prompt rows: seconds a row; else seconds a step.
+    chosen: of what was chosen.
+    best: of the best candidate.
+  """
+
+  blocks: int
+  prompt: bool
+  chosen: float
+  best: float
+
+
+def compare(
+  chosen: Tuning,
+  buckets: Buckets,
+  time_step: Callable[[int, int, int], Iterable[float]],
+  rounds: int = 5,
+) -> list[Compared]:
+  """Measures a choice against every fixed one, side by side.
+
+  Args:
+    chosen: of `tune`, with what it measured.
+    buckets: the shapes.
+    time_step: as in `tune`.
+    rounds: each candidate is timed so often, in turns, and its median kept.
+
+  Returns:
+    Two comparisons a context range.
+  """
+  out = []
+  ran = {
+    (m.blocks, m.rows, m.plan) for m in chosen.measured if m.seconds is not None
+  }
+  for blocks in buckets.blocks:
+    mine = {
+      False: (buckets.prefill[0], chosen.plans[blocks]),
+      True: (chosen.chunks[blocks], chosen.prompt_plans[blocks]),
+    }
+    for prompt, own in mine.items():
+      cases = sorted(
+        (rows, plan)
+        for n, rows, plan in ran
+        if n == blocks and (rows if prompt else rows == own[0])
+      )
+      times = {case: [] for case in cases}
+      for _ in range(rounds):
+        for case in cases:
+          times[case] += time_step(blocks, *case)
+      cost = {
+        case: statistics.median(times[case]) / (case[0] if prompt else 1)
+        for case in cases
+      }
+      out.append(Compared(blocks, prompt, cost[own], min(cost.values())))
+  return out
 
 
 def timed(run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
@@ -166,4 +241,11 @@ def timed(run: Callable[[], object], repeats: int = REPEATS) -> list[float]:
     begin = time.perf_counter()
     jax.block_until_ready(run())
     seconds.append(time.perf_counter() - begin)
-  return seconds
+  return agreed(seconds)
+
+
+def agreed(seconds: list[float]) -> list[float]:
+  """Process 0's times, so that all processes choose the same."""
+  if jax.process_count() == 1:
+    return seconds
+  return multihost_utils.broadcast_one_to_all(np.array(seconds)).tolist()

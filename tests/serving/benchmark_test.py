@@ -4,10 +4,11 @@ import contextlib
 import json
 
 import pytest
+from benchmark_suite import suite_request
 from http_server import serve, served_model
 from scripted_engine import ScriptedEngine
 
-from glm_jax.benchmarks import Device, Request, load_suite
+from glm_jax.benchmarks import load_suite
 from glm_jax.serving import benchmark
 from glm_jax.serving.benchmark import Record, Run
 
@@ -114,12 +115,6 @@ def test_the_arithmetic():
   text = benchmark.block(figures)
   assert 'Failed requests:                        1' in text
   assert 'Input tokens from the cache (%):        13.33' in text
-
-
-def suite_request(**changes):
-  device = Device('cpu', float('inf'), float('inf'))
-  values = dict(evidence='run', devices=(device,), command='c', date='d')
-  return Request(**{**values, **changes})
 
 
 def test_the_suite_measures_any_server():

@@ -57,6 +57,12 @@ def test_metrics_have_the_names_that_dashboards_know(server):
   assert grew('vllm:spec_decode_num_draft_tokens_total') == 2 * accepted
   by_position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total'
   assert grew(by_position, '0') == accepted and grew(by_position, '1') == 0
+  assert grew('vllm:request_queue_time_seconds_sum') == 0.25
+  assert after['glm_jax:host_cache_bytes',] == 300
+  assert after['glm_jax:host_cache_budget_bytes',] == 400
+  assert after['glm_jax:host_cache_pages_total', 'put'] == 5
+  assert after['glm_jax:cache_pages_total', 'restored'] == 0
+  assert not any('disk' in name for name, *_ in after)  # There is none.
   assert after['vllm:kv_cache_usage_perc',] == 0.3
   assert after['vllm:num_preemptions_total',] == 4
   assert after['vllm:num_requests_running',] == 0

@@ -5,6 +5,7 @@ The second process is a thread here; the wire between them is real.
 
 import threading
 
+import numpy as np
 import pytest
 from absl.testing import parameterized
 from small_engines import (
@@ -17,10 +18,10 @@ from small_engines import (
   run,
   tokens,
 )
+from small_models import TILED
 
 from glm_jax.serving import lockstep
 from glm_jax.serving.lockstep import Leader, PodError, follow
-from glm_jax.serving.request import InvalidRequest
 
 TEXTS = tuple(random_prompt(rng(i), n) for i, n in enumerate((70, 5, 130, 64)))
 
@@ -37,7 +38,9 @@ class Pod:
     listener, address = lockstep.listen('localhost')
     self.follower = new_engine(**changes)
     self.error = None
-    self.thread = threading.Thread(target=self._follow, args=(address,))
+    self.thread = threading.Thread(
+      target=self._follow, args=(address,), daemon=True
+    )
     self.thread.start()
     self.wires = lockstep.accept(listener, 1)
     self.leader = Leader(new_engine(), self.wires)
@@ -105,14 +108,47 @@ class LockstepTest(parameterized.TestCase):
     assert 'out of step with process 0' in str(pod.error)
     pod.end()
 
+  def test_token_filters_run_in_process_0_alone(self):
+    """They need not be sent: the masks are, and what went wrong."""
+
+    class Forced:
+      calls = 0
+
+      def allowed(self, new_ids):
+        self.calls += 1
+        if len(new_ids) == 6:
+          raise KeyError('no such state')
+        return np.array([1 << 7 + len(new_ids), 0, 0], np.uint32)
+
+    pod, rule = Pod(), Forced()
+    pod.leader.submit(
+      request('a', TEXTS[0], token_filter=rule, num_speculative_tokens=3)
+    )
+    pod.leader.submit(request('b', TEXTS[1]))
+    got = run(pod.leader)
+    new = tokens(got)['a']  # Proposals are asked for ahead.
+    assert new == [7, 8, 9, 10, 11] and rule.calls > 6
+    assert 'no such state' in got['a'][-1].error
+    assert tokens(got)['b'] == alone(0, TEXTS[1], 8)
+    pod.leader.close()
+    pod.end()
+    assert pod.error is None
+    assert pod.follower.stats() == pod.leader.stats()
+    check_empty(pod.follower)
+
+  def test_a_choice_of_process_0_holds_everywhere(self):
+    pod = Pod()
+    chosen = pod.leader.tune(candidates=(TILED,))
+    pod.leader.close()
+    pod.end()
+    assert pod.error is None
+    assert pod.follower.runner.chunks == chosen.chunks
+
   def test_what_would_differ_between_processes_is_refused(self):
     with pytest.raises(ValueError, match='wait_for_restores'):
       Leader(make_engine(), [])
-    leader = Leader(new_engine(), [])
-
-    class Filter:
-      allowed = lambda self, new_ids: None
-
-    with pytest.raises(InvalidRequest, match='cannot be sent'):
-      leader.submit(request('a', TEXTS[1], token_filter=Filter()))
-    assert not leader.has_work()
+    pod = Pod(max_queue=7)
+    pod.leader._send('warm_up', pod.leader.engine.config)
+    pod.thread.join(300)
+    assert 'were both started with the same flags' in str(pod.error)
+    pod.end()

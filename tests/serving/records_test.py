@@ -15,6 +15,7 @@ from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan
 from glm_jax.serving import records
 from sharding import MeshShape, make_mesh, plan_named
+from sharding.pools import KEYS, LATENTS
 
 PAGES = 5
 
@@ -43,7 +44,7 @@ def filled(plan, name):
     )
     rows = rows.astype(jnp.float32)
     if split:
-      cache = plan.store_rows(cache, layer, slots, rows)
+      cache = plan.store(cache, LATENTS, layer, slots, rows)
     else:
       cache = write_rows(cache, layer, slots, rows)
   for index in range(layers.num_index_slots):
@@ -52,7 +53,7 @@ def filled(plan, name):
       (len(slots), cache.index_keys.shape[1]),
     )
     if split:
-      cache = plan.store_keys(cache, index, slots, keys)
+      cache = plan.store(cache, KEYS, index, slots, keys)
     else:
       cache = write_index_keys(cache, index, slots, keys)
   return cache

@@ -10,7 +10,7 @@ from small_models import TILED
 
 from glm_jax.plan import LocalPlan
 from glm_jax.serving.config import Buckets
-from glm_jax.serving.tuning import Tuning, load, tune
+from glm_jax.serving.tuning import Tuning, compare, load, tune
 
 BUCKETS = Buckets((0, 64, 512), (8,), (0,), (16, 64), 8)
 
@@ -28,6 +28,8 @@ def seconds(blocks, rows, plan):
   if plan == 2:
     raise NotImplementedError
   base = {16: (1.0, 2.0), 64: (5.0, 3.0)}[blocks][plan]
+  if rows == 512 and plan == 1:
+    base = 0.5  # best for prompts, though not for decoding
   # Chunks of 512 pay up to 16 pages, and not beyond.
   per_row = 0.01 if blocks == 16 or rows < 512 else 0.5
   return [base + rows * per_row] * 3
@@ -41,7 +43,15 @@ class TuningTest(parameterized.TestCase):
   def test_each_range_gets_its_best_and_nothing_else_is_within_reach(self):
     got = tune('here', BUCKETS, 3, seconds)
     assert got.plans == {16: 0, 64: 1}
+    assert got.prompt_plans == {16: 1, 64: 1}
     assert got.chunks == {16: 512, 64: 64}
+    for case in compare(got, BUCKETS, seconds, rounds=1):
+      assert case.chosen == case.best
+    worse = dataclasses.replace(got, plans={16: 1, 64: 1})
+    cases = compare(worse, BUCKETS, seconds, rounds=1)
+    assert [(c.blocks, c.prompt) for c in cases if c.chosen > c.best] == [
+      (16, False)
+    ]
     for blocks, plan in got.plans.items():
       ran = [m for m in got.measured if (m.blocks, m.rows) == (blocks, 0)]
       best = min(m.seconds for m in ran if m.seconds is not None)

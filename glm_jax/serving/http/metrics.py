@@ -1,4 +1,7 @@
-"""Prometheus metrics under vLLM's names, so that dashboards work."""
+"""Prometheus metrics under vLLM's names, so that dashboards work.
+
+What vLLM has no name for (host and disk tiers) begins with `glm_jax:`.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,9 @@ class Metrics:
       'request_time_per_output_token_seconds', 'Mean of a request.'
     )
     self._whole = seconds('e2e_request_latency_seconds', 'Until the last.')
+    self._queued = seconds(
+      'request_queue_time_seconds', 'Until it was first scheduled.'
+    )
     self._prompts = self._histogram(
       'request_prompt_tokens', 'Prompt tokens of a request.', _TOKENS
     )
@@ -138,6 +144,8 @@ class SequenceMetrics:
     metrics._prompt.inc(output.prompt_tokens)
     metrics._prompts.observe(output.prompt_tokens)
     metrics._answers.observe(self._ids)
+    if output.queued_seconds is not None:
+      metrics._queued.observe(output.queued_seconds)
     if self._first is not None and self._ids > 1:
       metrics._each.observe((self._last - self._first) / (self._ids - 1))
     metrics.counts['aborted' if reason == 'abort' else 'finished'] += 1
@@ -184,8 +192,39 @@ class _EngineCollector:
       labels = [self._metrics.model_name, str(position)]
       by_position.add_metric(labels, count)
     yield by_position
+    yield from self._tiers(stats)
 
-  def _family(self, kind, name: str, value: float):
-    family = kind(f'vllm:{name}', name.replace('_', ' '), labels=['model_name'])
+  def _tiers(self, stats: Mapping[str, Any]) -> Iterator[Any]:
+    """Pages that move between the device and what is below; names of ours."""
+    moved = CounterMetricFamily(
+      'glm_jax:cache_pages',
+      'Pages that left the device, came back, or shortened a hit.',
+      labels=['model_name', 'event'],
+    )
+    for event in ('evicted_pages', 'restored_pages', 'shortened_hits'):
+      name = event.removesuffix('_pages')
+      moved.add_metric([self._metrics.model_name, name], stats['prefix'][event])
+    yield moved
+    for tier in ('host', 'disk'):
+      report = stats[tier]
+      if report is None:
+        continue
+      events = CounterMetricFamily(
+        f'glm_jax:{tier}_cache_pages',
+        f'Pages of the {tier} tier by what happened to them.',
+        labels=['model_name', 'event'],
+      )
+      for event, count in report.items():
+        if event in ('bytes', 'budget'):
+          about = f'{tier}_cache_{"budget_" * (event == "budget")}bytes'
+          yield self._family(GaugeMetricFamily, about, count, 'glm_jax')
+        else:
+          events.add_metric([self._metrics.model_name, event], count)
+      yield events
+
+  def _family(self, kind, name: str, value: float, prefix: str = 'vllm'):
+    family = kind(
+      f'{prefix}:{name}', name.replace('_', ' '), labels=['model_name']
+    )
     family.add_metric([self._metrics.model_name], float(value))
     return family
