@@ -33,6 +33,8 @@ from pallas_kernels.topk_gather_attention import SCALE_GROUP, decode_rows
 
 CACHE_DTYPES = ('bf16', 'f32', 'fp8')
 _WIDE = {'bf16': jnp.bfloat16, 'f32': jnp.float32}
+_TILE_ROWS = 32  # of bytes in a TPU's tile; pools are whole pages
+_FEW_ROWS = 64
 _SMALLEST = 1e-4  # floor of the largest magnitude before it becomes a scale
 
 
@@ -289,8 +291,7 @@ def write_rows(
     cache = dataclasses.replace(cache, latent_scales=scales)
   missing = cache.latents.shape[1] - values.shape[1]
   values = jnp.pad(values, ((0, 0), (0, missing)))
-  latents = cache.latents.at[at].set(values, mode='drop')
-  return dataclasses.replace(cache, latents=latents)
+  return dataclasses.replace(cache, latents=_put(cache.latents, at, values))
 
 
 def read_rows(
@@ -350,8 +351,7 @@ def write_index_keys(
     scales = cache.index_scales.at[at].set(scales, mode='drop')
     cache = dataclasses.replace(cache, index_scales=scales)
   keys = keys.astype(cache.index_keys.dtype)
-  keys = cache.index_keys.at[at].set(keys, mode='drop')
-  return dataclasses.replace(cache, index_keys=keys)
+  return dataclasses.replace(cache, index_keys=_put(cache.index_keys, at, keys))
 
 
 def read_index_keys(
@@ -379,6 +379,25 @@ def _pool_ids(cache, layer, slots, size):
   slots = within_pool(slots, cache.slots_per_layer, 'slot')
   at = slots + jnp.asarray(layer, jnp.int32) * cache.slots_per_layer
   return jnp.where(slots >= 0, at, size)
+
+
+def _put(pool: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
+  """Writes rows [T, W] at pool ids [T]; ids past the end write nothing.
+
+  A few rows of bytes go in a tile of rows at a time: XLA lays a pool of bytes
+  out anew, all of it, around an update that is less than a TPU's tile.
+  """
+  if pool.dtype.itemsize > 1 or len(rows) > _FEW_ROWS:
+    return pool.at[at].set(rows, mode='drop')
+
+  def one(i, pool):
+    first = jnp.minimum(at[i], pool.shape[0] - 1) // _TILE_ROWS * _TILE_ROWS
+    tile = lax.dynamic_slice_in_dim(pool, first, _TILE_ROWS)
+    here = first + jnp.arange(_TILE_ROWS) == at[i]
+    tile = jnp.where(here[:, None], rows[i], tile)
+    return lax.dynamic_update_slice_in_dim(pool, tile, first, 0)
+
+  return lax.fori_loop(0, len(rows), one, pool)
 
 
 def _encode_record(rows, latent_width):

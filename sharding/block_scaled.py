@@ -4,13 +4,14 @@ XLA's partitioner cannot be trusted with the loops over tiles that keep a wide
 copy of such a weight from existing: it gathers the weight at each trip, or
 sums over ranks at each trip. So every rank multiplies its own shard and there
 is one sum, where the shard's input side is split. A shard's edges may cut
-blocks: scales are whole everywhere, and a rank picks those of its rows and
-columns.
+blocks: scales are whole everywhere, and a rank picks those of its columns and
+of each run of rows that no edge cuts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -47,16 +48,17 @@ class Products:
     spec, (_, inner) = self._weight(layer)
 
     def body(x, values, scales):
-      scales = self._own(layer, scales, values.shape)
-      out = _product(x, values, *scales)
+      run = math.gcd(values.shape[0], layer.block[0])
+      scales = self._own(layer, scales, values.shape, run)
+      out = _product(x, values, scales, run)
       out = lax.psum(out, inner) if inner else out
       return out.astype(x.dtype)
 
     rows = self.rows or None
-    run = self.plan.shard_map(
+    apply = self.plan.shard_map(
       body, (P(rows, spec[1]), spec, P()), P(rows, spec[0])
     )
-    return run(x, layer.kernel[...], layer.scale[...])
+    return apply(x, layer.kernel[...], layer.scale[...])
 
   def heads(
     self, layer: Linear, x: jax.Array, einsum: str, num: int, side: slice
@@ -79,20 +81,27 @@ class Products:
     b, out = rest.split('->')
     own = num // ways(self.plan.mesh, outer)
 
+    size = layer.kernel.shape[0] // num
+    start, stop, _ = side.indices(size)
+    run = math.gcd(layer.block[0], size, start, stop)
+
     def body(x, values, scales):
-      columns, at = self._own(layer, scales, values.shape)
-      by_head = lambda v: v.reshape(own, -1, *v.shape[1:])[:, side]
-      w = by_head(values).astype(jnp.float32) * columns[by_head(at)]
-      y = dot(f'{a[0]}n{a[1]},n{b}->{out[0]}n{out[1]}', x, w.astype(x.dtype))
+      scales = self._own(layer, scales, values.shape, run)
+      scales = scales.reshape(own, size // run, -1)
+      values = values.reshape(own, size // run, run, -1)
+      part = slice(start // run, stop // run)
+      w = _widen(values[:, part], scales[:, part], x.dtype)
+      w = w.reshape(own, stop - start, -1)
+      y = dot(f'{a[0]}n{a[1]},n{b}->{out[0]}n{out[1]}', x, w)
       y = lax.psum(y, inner) if inner and summed else y
       return y.astype(x.dtype)
 
     rows = self.rows or None
     ends = (spec[1], None) if summed else (None, spec[1])
-    run = self.plan.shard_map(
+    apply = self.plan.shard_map(
       body, (P(rows, spec[0], ends[0]), spec, P()), P(rows, spec[0], ends[1])
     )
-    return run(x, layer.kernel[...], layer.scale[...])
+    return apply(x, layer.kernel[...], layer.scale[...])
 
   def _weight(self, layer: Linear):
     """How a kernel [F, D] is split, and the mesh axes of F and of D."""
@@ -103,34 +112,45 @@ class Products:
     )
     return spec, tuple(map(large, kernel.axes))
 
-  def _own(self, layer: Linear, scales, shape):
-    """Scales [f, D'] of a shard's columns, and the f of each of its rows."""
+  def _own(self, layer: Linear, scales, shape, run: int):
+    """Scales [F' / run, D'] of a shard [F', D']: one a run of rows."""
     _, every = self._weight(layer)
-    at = [
-      (rank_index(axes) * size + jnp.arange(size)) // block
-      for axes, size, block in zip(every, shape, layer.block, strict=True)
-    ]
-    return scales[:, at[1]], at[0]
+    rows, columns = (
+      (rank_index(axes) * size + jnp.arange(0, size, step)) // block
+      for axes, size, step, block in zip(
+        every, shape, (run, 1), layer.block, strict=True
+      )
+    )
+    return scales[:, columns][rows]
 
 
-def _product(x, values, columns, at) -> jax.Array:
+def _widen(values, scales, dtype) -> jax.Array:
+  """Values [..., n, run, D] times scales [..., n, D]."""
+  wide = values.astype(jnp.float32) * scales[..., None, :]
+  return wide.astype(dtype)
+
+
+def _product(x, values, scales, run: int) -> jax.Array:
   """x [T, D] times a shard [F, D] of scaled values: [T, F] float32."""
   F, D = values.shape
-  tile = max(_TILE // D, 1)
+  n = F // run
+  tile = min(max(_TILE // (D * run), 1), n)
+  values = values.reshape(n, run, D)
 
-  def part(values, at):
-    w = (values.astype(jnp.float32) * columns[at]).astype(x.dtype)
+  def part(values, scales):
+    w = _widen(values, scales, x.dtype).reshape(-1, D)
     return dot('td,fd->tf', x, w)
 
-  if F <= tile:
-    return part(values, at)
-  whole = F // tile
-  cut = lambda a: a[: whole * tile].reshape(whole, tile, *a.shape[1:])
-  out = lax.map(lambda args: part(*args), (cut(values), cut(at)))
-  out = out.swapaxes(0, 1).reshape(x.shape[0], whole * tile)
-  if F == whole * tile:
+  whole = n // tile
+  if whole == 1:
+    out = part(values[:tile], scales[:tile])
+  else:
+    cut = lambda a: a[: whole * tile].reshape(whole, tile, *a.shape[1:])
+    out = lax.map(lambda args: part(*args), (cut(values), cut(scales)))
+    out = out.swapaxes(0, 1).reshape(x.shape[0], -1)
+  if n == whole * tile:
     return out
-  rest = part(values[whole * tile :], at[whole * tile :])
+  rest = part(values[whole * tile :], scales[whole * tile :])
   return jnp.concatenate([out, rest], axis=1)
 
 

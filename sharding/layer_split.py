@@ -32,6 +32,7 @@ from pallas_kernels.tiling import within_pool
 from sharding.capacity import pools
 from sharding.collectives import broadcast, rank_index
 from sharding.mesh import ways
+from sharding.pools import LATENTS, write
 from sharding.slots import SlotPlan
 
 
@@ -163,15 +164,16 @@ class LayerSplit(SlotPlan):
     rank, place = np.array(table, np.int32).T
     return jnp.asarray(rank * size + place) * cache.num_pages + page
 
-  def _where(self, table, slot):
+  def _where(self, pool, slot):
     """(rank, place) of a pool slot, an int or traced."""
+    table = self.owners.latent if pool is LATENTS else self.owners.index
     table = jnp.asarray(np.array(table, np.int32))
     rank, place = table[jnp.asarray(slot, jnp.int32)]
     return rank, place
 
-  def _read(self, arrays, table, slot, num_slots: int):
-    """(arrays, whole layer of each): the owner's part on every rank."""
-    axes = self.axes('tokens')
+  def read(self, cache, pool, layer):
+    """The owner's layer, on every rank."""
+    axes, num_slots = self.axes('tokens'), cache.slots_per_layer
 
     def body(arrays, rank, place):
       mine = rank_index(axes) == rank
@@ -184,75 +186,23 @@ class LayerSplit(SlotPlan):
 
     by_rank = P(axes or None)
     run = self.shard_map(body, (by_rank, P(), P()), (by_rank, P()))
-    return run(arrays, *self._where(table, slot))
+    arrays, whole = run(pool.arrays(cache), *self._where(pool, layer))
+    return pool.replaced(cache, arrays), *whole
 
-  def read_layer(self, cache, layer):
-    """A layer's latent rows from their owner."""
-    arrays = cache.latents, cache.latent_scales
-    arrays, whole = self._read(
-      arrays, self.owners.latent, layer, cache.slots_per_layer
-    )
-    cache = dataclasses.replace(
-      cache, latents=arrays[0], latent_scales=arrays[1]
-    )
-    return cache, *whole
-
-  def read_keys(self, cache, index_slot):
-    """A full layer's index keys from their owner."""
-    arrays = cache.index_keys, cache.index_scales
-    arrays, whole = self._read(
-      arrays, self.owners.index, index_slot, cache.slots_per_layer
-    )
-    cache = dataclasses.replace(
-      cache, index_keys=arrays[0], index_scales=arrays[1]
-    )
-    return cache, *whole
-
-  def store_rows(self, cache, layer, slots, values):
-    """The owner writes latent rows."""
+  def store(self, cache, pool, layer, slots, rows):
+    """The owner writes."""
     axes = self.axes('tokens')
 
-    def body(latents, scales, rank, place, slots, values):
-      local = dataclasses.replace(
-        cache, latents=latents, latent_scales=scales, slot=None
-      )
-      slots = jnp.where(rank_index(axes) == rank, slots, -1)
-      local = cache_lib.write_rows(local, place, slots, values)
-      return local.latents, local.latent_scales
+    def own(where, slots):
+      rank, place = where
+      return place, jnp.where(rank_index(axes) == rank, slots, -1)
 
-    by_rank = P(axes or None)
-    run = self.shard_map(body, (by_rank, by_rank, P(), P(), P(), P()), by_rank)
-    where = self._where(self.owners.latent, layer)
-    latents, scales = run(
-      cache.latents, cache.latent_scales, *where, slots, values
-    )
-    return dataclasses.replace(cache, latents=latents, latent_scales=scales)
+    return write(
+      self, cache, pool, cache, cache.num_pages, own,
+      self._where(pool, layer), slots, rows, axes=axes,
+    )  # fmt: skip
 
-  def store_keys(self, cache, index_slot, slots, keys):
-    """The owner writes index keys."""
-    axes = self.axes('tokens')
-
-    def body(pool, scales, rank, place, slots, keys):
-      local = dataclasses.replace(
-        cache, index_keys=pool, index_scales=scales, slot=None
-      )
-      slots = jnp.where(rank_index(axes) == rank, slots, -1)
-      local = cache_lib.write_index_keys(local, place, slots, keys)
-      return local.index_keys, local.index_scales
-
-    by_rank = P(axes or None)
-    run = self.shard_map(body, (by_rank, by_rank, P(), P(), P(), P()), by_rank)
-    where = self._where(self.owners.index, index_slot)
-    pool, scales = run(
-      cache.index_keys, cache.index_scales, *where, slots, keys
-    )
-    return dataclasses.replace(cache, index_keys=pool, index_scales=scales)
-
-  def latent_slots(self, cache, slots):
-    """A fetched layer keeps its token slots."""
-    return within_pool(slots, cache.slots_per_layer, 'slot')
-
-  def key_slots(self, cache, slots):
+  def fetched(self, cache, pool, slots):
     """A fetched layer keeps its token slots."""
     return within_pool(slots, cache.slots_per_layer, 'slot')
 

@@ -28,6 +28,7 @@ from pallas_kernels.topk_gather_attention.partial import (
 )
 from sharding.collectives import first_of_all, merge_by_lse, rank_index
 from sharding.mesh import ways
+from sharding.pools import KEYS, LATENTS
 from sharding.sharded_cache import DealtRows
 from sharding.whole_layer import pages_of
 
@@ -108,10 +109,11 @@ def select(plan, q, w, cache, rows: DealtRows, index_slot, k: int, first: int):
   axes, deal = plan.axes('index_tokens'), plan.index_deal
   shared = tuple(a for a in axes if a not in plan.axes('tokens'))
 
+  pages = plan.local_pages(cache, KEYS)
+
   def body(q, w, keys, scales, slot, blocks, visible, table, seq):
-    local = plan.local_keys(cache, keys, scales)
     own = deal.own_pages(table, rank_index(axes))
-    own = jnp.where(own >= 0, own + slot * local.num_pages, -1)
+    own = jnp.where(own >= 0, own + slot * pages, -1)
     scores, positions = _candidates(
       plan, q, w, keys, scales, blocks[0], visible[0], own, seq, k, first, deal
     )
@@ -264,10 +266,11 @@ def attend(plan, q, cache, chosen: DealtSelection, layer, scale: float):
   if not split and R % ranks == 0 and plan.axes('fsdp') == axes:
     scatter = 2
 
+  size = plan.local_pages(cache, LATENTS) * PAGE
+
   def body(q, latents, scales, layer, slots):
-    local = plan.local_latents(cache, latents, scales)
-    slots = within_pool(slots[:, 0], local.slots_per_layer, 'slot')
-    slots = jnp.where(slots >= 0, slots + layer * local.slots_per_layer, -1)
+    slots = within_pool(slots[:, 0], size, 'slot')
+    slots = jnp.where(slots >= 0, slots + layer * size, -1)
     out, lse = _own_rows(
       plan, q, latents, scales, slots, scale, R, bound(chosen.k, ranks)
     )
@@ -327,14 +330,15 @@ def index_scores(plan, q, w, cache, rows: DealtRows, index_slot, first: int):
   """All scores [T, S] of a full layer, each from the rank that owns its key."""
   axes, deal = plan.axes('index_tokens'), plan.index_deal
 
+  pages = plan.local_pages(cache, KEYS)
+
   def body(q, w, keys, scales, slot, table, seq, pos):
-    local = plan.local_keys(cache, keys, scales)
     own = deal.own_pages(table, rank_index(axes))
     scores = indexer_scores(
       q,
       w,
       *pages_of(keys, scales),
-      jnp.where(own >= 0, own + slot * local.num_pages, -1),
+      jnp.where(own >= 0, own + slot * pages, -1),
       seq,
       pos,
       first=first,

@@ -20,6 +20,7 @@ from glm_jax.plan import Selection
 from pallas_kernels.tiling import within_pool
 from sharding import whole_layer
 from sharding.base import ShardedPlan
+from sharding.pools import KEYS, LATENTS, write
 
 FIELDS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
 
@@ -52,33 +53,18 @@ class Replicated(ShardedPlan):
 
   def write_rows(self, cache, layer, rows: Rows, values):
     """Every rank writes all rows."""
-
-    def body(latents, scales, layer, slots, values):
-      local = dataclasses.replace(cache, latents=latents, latent_scales=scales)
-      local = cache_lib.write_rows(local, layer, slots, values)
-      return local.latents, local.latent_scales
-
-    run = self.shard_map(body, P(), P())
-    layer = jnp.asarray(layer, jnp.int32)
-    latents, scales = run(
-      cache.latents, cache.latent_scales, layer, rows.slots, values
-    )
-    return dataclasses.replace(cache, latents=latents, latent_scales=scales)
+    return self._write(cache, LATENTS, layer, rows, values)
 
   def write_index_keys(self, cache, index_slot, rows: Rows, keys):
     """Every rank writes all keys."""
+    return self._write(cache, KEYS, index_slot, rows, keys)
 
-    def body(pool, scales, slot, slots, keys):
-      local = dataclasses.replace(cache, index_keys=pool, index_scales=scales)
-      local = cache_lib.write_index_keys(local, slot, slots, keys)
-      return local.index_keys, local.index_scales
-
-    run = self.shard_map(body, P(), P())
-    slot = jnp.asarray(index_slot, jnp.int32)
-    pool, scales = run(
-      cache.index_keys, cache.index_scales, slot, rows.slots, keys
+  def _write(self, cache, pool, layer, rows, values):
+    own = lambda layer, slots: (layer, slots)
+    layer = jnp.asarray(layer, jnp.int32)
+    return write(
+      self, cache, pool, cache, cache.num_pages, own, layer, rows.slots, values
     )
-    return dataclasses.replace(cache, index_keys=pool, index_scales=scales)
 
   def _table(self, cache, rows, index_slot):
     pages = within_pool(rows.page_table, cache.num_pages, 'page')

@@ -18,13 +18,13 @@ import dataclasses
 import math
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
 from glm_jax.plan import Selection
 from sharding import whole_layer
 from sharding.base import ShardedPlan
+from sharding.pools import KEYS, LATENTS, Pool, pages_of_slot, write
 from sharding.sharded_cache import ShardedCache, Slot
 
 
@@ -33,32 +33,20 @@ class SlotPlan(ShardedPlan, abc.ABC):
   """What a plan says about its pools; the rest is here."""
 
   @abc.abstractmethod
-  def read_layer(self, cache: ShardedCache, layer):
-    """(cache, latents, scales): a layer's latent rows on every rank.
+  def read(self, cache: ShardedCache, pool: Pool, layer):
+    """(cache, values, scales): a whole layer of a pool on every rank.
 
     The cache comes back so that later writes follow this read; otherwise XLA
     would have to copy the pool before it writes in place.
     """
 
   @abc.abstractmethod
-  def read_keys(self, cache: ShardedCache, index_slot):
-    """(cache, keys, scales): a full layer's index keys on every rank."""
+  def store(self, cache: ShardedCache, pool: Pool, layer, slots, rows):
+    """Owners write rows of a layer; the slot is not touched."""
 
   @abc.abstractmethod
-  def store_rows(self, cache: ShardedCache, layer, slots, values):
-    """Owners write latent rows; the slot is not touched."""
-
-  @abc.abstractmethod
-  def store_keys(self, cache: ShardedCache, index_slot, slots, keys):
-    """Owners write index keys; the slot is not touched."""
-
-  @abc.abstractmethod
-  def latent_slots(self, cache: ShardedCache, slots: jax.Array) -> jax.Array:
-    """Token slots to rows of a fetched layer's latents; -1 stays."""
-
-  @abc.abstractmethod
-  def key_slots(self, cache: ShardedCache, slots: jax.Array) -> jax.Array:
-    """Token slots to rows of a fetched layer's index keys; -1 stays."""
+  def fetched(self, cache: ShardedCache, pool: Pool, slots) -> jax.Array:
+    """Token slots to rows of a fetched layer; -1 stays."""
 
   @abc.abstractmethod
   def key_table(self, cache: ShardedCache, page_table: jax.Array) -> jax.Array:
@@ -108,39 +96,25 @@ class SlotPlan(ShardedPlan, abc.ABC):
   def _fetch(self, cache, layer, index_slot):
     keys = None, None
     with jax.named_scope('fetch'):
-      cache, latents, scales = self.read_layer(cache, layer)
+      cache, latents, scales = self.read(cache, LATENTS, layer)
       if index_slot is not None:
-        cache, *keys = self.read_keys(cache, index_slot)
+        cache, *keys = self.read(cache, KEYS, index_slot)
     return cache, Slot(latents, scales, *keys)
 
   def write_rows(self, cache: ShardedCache, layer, rows: Rows, values):
     """Owners write the rows, and every rank into its slot."""
-    cache = self.store_rows(cache, layer, rows.slots, values)
-    at = self.latent_slots(cache, rows.slots)
-
-    def body(slot, at, values):
-      local = slot_cache(cache, slot, slot.latents.shape[0])
-      local = cache_lib.write_rows(local, 0, at, values)
-      return slot._replace(
-        latents=local.latents, latent_scales=local.latent_scales
-      )
-
-    slot = self.shard_map(body, P(), P())(cache.slot, at, values)
-    return dataclasses.replace(cache, slot=slot)
+    return self._write(cache, LATENTS, layer, rows, values)
 
   def write_index_keys(self, cache: ShardedCache, index_slot, rows, keys):
     """Owners write the keys, and every rank into its slot."""
-    cache = self.store_keys(cache, index_slot, rows.slots, keys)
-    at = self.key_slots(cache, rows.slots)
+    return self._write(cache, KEYS, index_slot, rows, keys)
 
-    def body(slot, at, keys):
-      local = slot_cache(cache, slot, slot.index_keys.shape[0])
-      local = cache_lib.write_index_keys(local, 0, at, keys)
-      return slot._replace(
-        index_keys=local.index_keys, index_scales=local.index_scales
-      )
-
-    slot = self.shard_map(body, P(), P())(cache.slot, at, keys)
+  def _write(self, cache, pool, layer, rows, values):
+    cache = self.store(cache, pool, layer, rows.slots, values)
+    at = self.fetched(cache, pool, rows.slots)
+    pages = pages_of_slot(cache.slot, pool)
+    own = lambda layer, slots: (layer, slots)
+    slot = write(self, cache, pool, cache.slot, pages, own, 0, at, values)
     return dataclasses.replace(cache, slot=slot)
 
   def index_scores(self, q, w, cache, rows, index_slot, *, first=0):
@@ -162,17 +136,6 @@ class SlotPlan(ShardedPlan, abc.ABC):
 
   def attend(self, q, cache, selection: Selection, layer, scale) -> jax.Array:
     """Attended latents [T, N, R] of the selected rows of the slot."""
-    ids = self.latent_slots(cache, selection.slots)
+    ids = self.fetched(cache, LATENTS, selection.slots)
     pool = cache.slot.latents, cache.slot.latent_scales
     return whole_layer.attend(self, q, *pool, ids, scale, cache.latent_width)
-
-
-def slot_cache(cache: Cache, slot: Slot, num_slots: int) -> Cache:
-  """A slot as a one-layer cache of `num_slots` token slots."""
-  return Cache(
-    *slot,
-    hidden=None,
-    num_pages=num_slots // cache_lib.PAGE,
-    latent_width=cache.latent_width,
-    rope_width=cache.rope_width,
-  )

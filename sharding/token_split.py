@@ -43,6 +43,7 @@ from sharding.collectives import gather_shards, rank_index
 from sharding.deal import Deal
 from sharding.mesh import MODEL, ways
 from sharding.movement import Movement, movement
+from sharding.pools import LATENTS, Pool, write
 from sharding.sharded_cache import DealtRows
 from sharding.slots import SlotPlan
 
@@ -137,120 +138,56 @@ class TokenSplit(SlotPlan):
     """Takes in the next layer where rows move."""
     return cache if cache.slot is None else super().arrive(cache, ahead)
 
-  def local_latents(self, cache, latents, scales) -> Cache:
-    """A rank's latent pool as a cache of its own."""
-    pages = self.deal.local_pages(cache.num_pages)
-    return _local(cache, pages, latents=latents, latent_scales=scales)
+  def deal_of(self, pool: Pool) -> Deal:
+    """How a pool's pages are dealt."""
+    return self.deal if pool is LATENTS else self.index_deal
 
-  def local_keys(self, cache, keys, scales) -> Cache:
-    """A rank's index-key pool as a cache of its own."""
-    pages = self.index_deal.local_pages(cache.num_pages)
-    return _local(cache, pages, index_keys=keys, index_scales=scales)
+  def local_pages(self, cache, pool: Pool) -> int:
+    """Pages of a layer in a rank's pool."""
+    return self.deal_of(pool).local_pages(cache.num_pages)
 
-  def _read(self, arrays, rule, deal: Deal, num_pages, slot):
-    axes = self.axes(rule)
-    num_slots = deal.local_pages(num_pages) * PAGE
+  def read(self, cache, pool, layer):
+    """A layer from all ranks, in gathered pages."""
+    axes = self.axes(pool.rule)
+    num_slots = self.local_pages(cache, pool) * PAGE
 
-    def body(arrays, slot):
-      cut = lambda a: lax.dynamic_slice_in_dim(a, slot * num_slots, num_slots)
+    def body(arrays, layer):
+      cut = lambda a: lax.dynamic_slice_in_dim(a, layer * num_slots, num_slots)
       parts = jax.tree.map(cut, arrays)
       arrays, parts = lax.optimization_barrier((arrays, parts))
       return arrays, jax.tree.map(lambda a: gather_shards(a, axes), parts)
 
     by_rank = P(axes or None)
     run = self.shard_map(body, (by_rank, P()), (by_rank, P()))
-    return run(arrays, jnp.asarray(slot, jnp.int32))
+    arrays, whole = run(pool.arrays(cache), jnp.asarray(layer, jnp.int32))
+    return pool.replaced(cache, arrays), *whole
 
-  def read_layer(self, cache, layer):
-    """A layer's latent rows from all ranks, in gathered pages."""
-    arrays, whole = self._read(
-      (cache.latents, cache.latent_scales),
-      'tokens',
-      self.deal,
-      cache.num_pages,
-      layer,
-    )
-    cache = dataclasses.replace(
-      cache, latents=arrays[0], latent_scales=arrays[1]
-    )
-    return cache, *whole
-
-  def read_keys(self, cache, index_slot):
-    """A full layer's index keys from all ranks, in gathered pages."""
-    arrays, whole = self._read(
-      (cache.index_keys, cache.index_scales),
-      'index_tokens',
-      self.index_deal,
-      cache.num_pages,
-      index_slot,
-    )
-    cache = dataclasses.replace(
-      cache, index_keys=arrays[0], index_scales=arrays[1]
-    )
-    return cache, *whole
-
-  def store_rows(self, cache, layer, slots, values):
+  def store(self, cache, pool, layer, slots, rows):
     """The owner of each row's page writes it."""
-    axes, deal = self.axes('tokens'), self.deal
-
-    def body(latents, scales, layer, slots, values):
-      local = self.local_latents(cache, latents, scales)
-      own = deal.own_slots(slots, rank_index(axes))
-      local = cache_lib.write_rows(local, layer, own, values)
-      return local.latents, local.latent_scales
-
-    by_rank = P(axes or None)
-    run = self.shard_map(body, (by_rank, by_rank, P(), P(), P()), by_rank)
+    axes, deal = self.axes(pool.rule), self.deal_of(pool)
+    own = lambda layer, slots: (layer, deal.own_slots(slots, rank_index(axes)))
+    slots = within_pool(slots, cache.slots_per_layer, 'slot')
     layer = jnp.asarray(layer, jnp.int32)
-    slots = within_pool(slots, cache.slots_per_layer, 'slot')
-    latents, scales = run(
-      cache.latents, cache.latent_scales, layer, slots, values
+    pages = self.local_pages(cache, pool)
+    return write(
+      self, cache, pool, cache, pages, own, layer, slots, rows, axes=axes
     )
-    return dataclasses.replace(cache, latents=latents, latent_scales=scales)
 
-  def store_keys(self, cache, index_slot, slots, keys):
-    """The owner of each key's page writes it."""
-    axes, deal = self.axes('index_tokens'), self.index_deal
-
-    def body(pool, scales, slot, slots, keys):
-      local = self.local_keys(cache, pool, scales)
-      own = deal.own_slots(slots, rank_index(axes))
-      local = cache_lib.write_index_keys(local, slot, own, keys)
-      return local.index_keys, local.index_scales
-
-    by_rank = P(axes or None)
-    run = self.shard_map(body, (by_rank, by_rank, P(), P(), P()), by_rank)
-    slot = jnp.asarray(index_slot, jnp.int32)
-    slots = within_pool(slots, cache.slots_per_layer, 'slot')
-    pool, scales = run(cache.index_keys, cache.index_scales, slot, slots, keys)
-    return dataclasses.replace(cache, index_keys=pool, index_scales=scales)
-
-  def latent_slots(self, cache, slots):
+  def fetched(self, cache, pool, slots):
     """Token slots to rows of a gathered layer."""
     slots = within_pool(slots, cache.slots_per_layer, 'slot')
-    return self.deal.gathered_slots(slots, cache.num_pages)
-
-  def key_slots(self, cache, slots):
-    """Token slots to index keys of a gathered layer."""
-    slots = within_pool(slots, cache.slots_per_layer, 'slot')
-    return self.index_deal.gathered_slots(slots, cache.num_pages)
+    return self.deal_of(pool).gathered_slots(slots, cache.num_pages)
 
   def key_table(self, cache, page_table):
     """Pages to pages of gathered index keys."""
     pages = within_pool(page_table, cache.num_pages, 'page')
     return self.index_deal.gathered(pages, cache.num_pages)
 
-  def write_rows(self, cache, layer, rows, values):
-    """Owners write the rows; so does every rank that has a slot."""
+  def _write(self, cache, pool, layer, rows, values):
+    """Owners write; so does every rank that has a slot."""
     if cache.slot is None:
-      return self.store_rows(cache, layer, rows.slots, values)
-    return super().write_rows(cache, layer, rows, values)
-
-  def write_index_keys(self, cache, index_slot, rows, keys):
-    """Owners write the keys; so does every rank that has a slot."""
-    if cache.slot is None:
-      return self.store_keys(cache, index_slot, rows.slots, keys)
-    return super().write_index_keys(cache, index_slot, rows, keys)
+      return self.store(cache, pool, layer, rows.slots, values)
+    return super()._write(cache, pool, layer, rows, values)
 
   def index_scores(self, q, w, cache, rows, index_slot, *, first=0):
     """All scores [T, S] of a full layer."""
@@ -275,18 +212,6 @@ class TokenSplit(SlotPlan):
     if cache.slot is None:
       return partials.attend(self, q, cache, selection, layer, scale)
     return super().attend(q, cache, selection, layer, scale)
-
-
-def _local(cache: Cache, num_pages: int, **fields) -> Cache:
-  none = dict.fromkeys(
-    ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
-  )
-  return Cache(
-    **none | fields,
-    num_pages=num_pages,
-    latent_width=cache.latent_width,
-    rope_width=cache.rope_width,
-  )
 
 
 def _row_bytes(rows, scales) -> int:

@@ -10,8 +10,8 @@ import numpy as np
 from absl.testing import parameterized
 from jax.sharding import Mesh, PartitionSpec
 
+from glm_jax import hlo
 from sharding.chips import CHIPS
-from sharding.planner import hlo
 from sharding.planner.cost import Cost, Loops, module_cost
 from sharding.planner.frames import entry_frame
 from sharding.planner.transfers import transfers

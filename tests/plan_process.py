@@ -1,4 +1,4 @@
-"""One of several processes of a test; four CPU devices each.
+"""One of several processes of a test; `processes.Pair` gives each its devices.
 
   plan_process.py HOST:PORT NUM_PROCESSES PROCESS_ID MODE [PATH]
 
@@ -10,8 +10,6 @@ and read a checkpoint, each process its own parts.
 import os
 import sys
 
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'
-os.environ['JAX_PLATFORMS'] = 'cpu'
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.dirname(HERE)]
 

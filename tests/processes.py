@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -26,7 +27,9 @@ class Pair:
     case.addCleanup(folder.cleanup)
     self.folder = pathlib.Path(folder.name)
     address = f'localhost:{free_port()}'
-    env = os.environ | {'XLA_FLAGS': f'{_DEVICES}=4', 'JAX_PLATFORMS': 'cpu'}
+    flags = re.sub(rf'{_DEVICES}=\d+', '', os.environ.get('XLA_FLAGS', ''))
+    env = os.environ | {'XLA_FLAGS': f'{flags} {_DEVICES}=4',
+                        'JAX_PLATFORMS': 'cpu'}  # fmt: skip
     self.processes = []
     for i in range(2):
       command = [sys.executable, SCRIPT, address, '2', str(i), *args]

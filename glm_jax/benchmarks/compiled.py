@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import pathlib
 import re
 import tempfile
 import time
@@ -24,6 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
+from glm_jax import hlo
 from pallas_kernels.arg_specs import ArgSpec
 
 # The smallest slice of each generation; its first device stands for any.
@@ -38,11 +38,6 @@ CLOCKS = {'v5e': 1.5e9, 'v5p': 1.75e9, 'v6e': 1.75e9, 'tpu7x': 2.2e9}
 # Blocks of rows, keys or scores that the ops may hold are smaller.
 _BLOCK_BYTES = 128 << 20
 _MOVES = ('copy', 'copy-start', 'transpose', 'reshape', 'convert')
-_BYTES = {'pred': 1, 'bf16': 2, 'f16': 2, 'f32': 4, 'f64': 8}
-_HEADER = re.compile(r'^(?:ENTRY )?%?([\w.\-]+) \(.*\{$')
-_INSTRUCTION = re.compile(
-  r'^\s+(?:ROOT )?%?([\w.\-]+) = \(?([a-z]\w*)\[([\d,]*)\][^=]*? ([\w\-]+)\('
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +136,7 @@ def compile_for(
     }
     executable = lowered.compile(compiler_options={**(options or {}), **dump})
     seconds = time.monotonic() - start
-    text = program_text(folder)
+    text = hlo.dumped_text(folder)
   memory = executable.memory_analysis()
   largest = max(_nbytes(leaf) for leaf in jax.tree.leaves(args))
   return Compiled(
@@ -155,14 +150,6 @@ def compile_for(
   )
 
 
-def program_text(folder: str) -> str:
-  """The compiled program among a compiler's dumps."""
-  found = sorted(pathlib.Path(folder).glob('*after_codegen.txt'))
-  if not found:
-    raise FileNotFoundError(f'the compiler left no program in {folder}')
-  return max(found, key=lambda path: path.stat().st_size).read_text()
-
-
 def moves(text: str, least: int) -> tuple[str, ...]:
   """Instructions that only move or retype at least `least` bytes.
 
@@ -174,34 +161,27 @@ def moves(text: str, least: int) -> tuple[str, ...]:
     'name (opcode, bytes)' each. A fusion counts if its name says so: the
     compiler names one after what is inside.
   """
-  found = []
-  for line in _memory_lines(text):
-    match = _INSTRUCTION.match(line)
-    if not match:
-      continue
-    name, dtype, dims, opcode = match.groups()
-    fused = opcode == 'fusion' and re.search('copy|transpose|convert', name)
-    if opcode not in _MOVES and not fused:
-      continue
-    bytes_ = _dtype_bytes(dtype) * math.prod(
-      int(n) for n in dims.split(',') if n
-    )
-    if bytes_ >= max(least, 1):
-      found.append(f'{name} ({opcode}, {bytes_} bytes)')
-  return tuple(found)
+  module = hlo.parse(text)
+  # What is inside a fusion has no memory of its own.
+  fused = {
+    instruction.called.get('calls')
+    for computation in module.computations.values()
+    for instruction in computation.instructions
+    if instruction.opcode == 'fusion'
+  }
+  return tuple(
+    f'{i.name} ({i.opcode}, {i.arrays[0].bytes} bytes)'
+    for name, computation in module.computations.items()
+    if name not in fused
+    for i in computation.instructions
+    if _only_moves(i) and i.arrays[0].bytes >= max(least, 1)
+  )
 
 
-def _memory_lines(text: str) -> list[str]:
-  """Lines of a program but those inside fusions, which have no memory."""
-  fused = set(re.findall(r' fusion\(.*?calls=%?([\w.\-]+)', text))
-  lines, inside = [], False
-  for line in text.splitlines():
-    header = _HEADER.match(line)
-    if header:
-      inside = header.group(1) in fused
-    elif not inside:
-      lines.append(line)
-  return lines
+def _only_moves(instruction: hlo.Instruction) -> bool:
+  if instruction.opcode == 'fusion':
+    return bool(re.search('copy|transpose|convert', instruction.name))
+  return instruction.opcode in _MOVES
 
 
 def kernels(lowered: str) -> tuple[str, ...]:
@@ -212,10 +192,3 @@ def kernels(lowered: str) -> tuple[str, ...]:
 
 def _nbytes(array) -> int:
   return math.prod(array.shape) * array.dtype.itemsize
-
-
-def _dtype_bytes(dtype: str) -> int:
-  if dtype in _BYTES:
-    return _BYTES[dtype]
-  bits = re.search(r'\d+', dtype)
-  return max(int(bits.group()) // 8, 1) if bits else 1

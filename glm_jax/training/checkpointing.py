@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
@@ -171,17 +172,20 @@ def _read(folder: epath.Path, like: TrainState) -> tuple[TrainState, str]:
   return state, about['identity']
 
 
+@jax.jit  # one program: a CPU stalls on many with collectives at once
+def _all_digests(arrays: list[jax.Array]) -> jax.Array:
+  def one(x):
+    x = x.astype(jnp.uint32) if x.dtype == bool else x
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    # Odd weights: no change of one word cancels.
+    return jnp.sum(bits * (2 * _places(x.shape) + 1), dtype=jnp.uint32)
+
+  return jnp.stack([one(x) for x in arrays])
+
+
 def _digests(arrays: list[jax.Array]) -> list[int]:
   """One uint32 an array; any single changed bit changes it."""
-  return [int(x) for x in jax.device_get([_digest(x) for x in arrays])]
-
-
-@jax.jit  # one program a shape: all arrays in one compile far longer
-def _digest(x: jax.Array) -> jax.Array:
-  x = x.astype(jnp.uint32) if x.dtype == bool else x
-  bits = lax.bitcast_convert_type(x, jnp.uint32)
-  # Odd weights: no change of one word cancels.
-  return jnp.sum(bits * (2 * _places(x.shape) + 1), dtype=jnp.uint32)
+  return np.asarray(_all_digests(arrays)).tolist()
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:

@@ -15,8 +15,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
+from glm_jax.hlo import Array, Computation, Instruction, Module
 from sharding.planner.frames import Frame, entry_frame
-from sharding.planner.hlo import Array, Computation, Instruction, Module
 
 # Passes of a bf16 multiplier for one product, by XLA's precision.
 _PASSES = {'highest': 6, 'high': 3}

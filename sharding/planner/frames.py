@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from sharding.planner.hlo import Computation, Instruction, Module
+from glm_jax.hlo import Computation, Instruction, Module
 
 _TRANSPARENT = (
   'bitcast', 'broadcast', 'convert', 'copy', 'copy-done', 'copy-start',

@@ -16,10 +16,10 @@ import dataclasses
 import math
 import re
 
+from glm_jax.hlo import Instruction, Module
 from sharding.chips import Chip
 from sharding.planner.cost import Loops, instruction_cost, module_cost
 from sharding.planner.frames import Frame
-from sharding.planner.hlo import Instruction, Module
 
 KINDS = (
   'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all',

@@ -22,13 +22,13 @@ from jax.sharding import (
   PartitionSpec,
 )
 
+from glm_jax import hlo
 from glm_jax.cache import Cache, init_cache, make_rows
 from glm_jax.config import ModelConfig
 from glm_jax.model import Model, abstract_model, trunk
 from glm_jax.plan import LocalPlan
 from pallas_kernels.tiling import PAGE
 from sharding.accountant import without_drafter
-from sharding.planner import hlo
 from sharding.planner.cost import Cost, Loops, module_cost
 from sharding.planner.topology import topology_devices
 from sharding.planner.worker import compile_text

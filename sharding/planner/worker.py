@@ -18,10 +18,11 @@ from typing import Any
 
 import jax
 
+from glm_jax import hlo
 from pallas_kernels.dispatch import choices
 from sharding.chips import chip_named
 from sharding.compiler_options import compiler_options
-from sharding.planner import hlo, steps
+from sharding.planner import steps
 from sharding.planner.cost import Loops, module_cost
 from sharding.planner.request import PlanRequest
 from sharding.planner.transfers import transfers
@@ -108,7 +109,7 @@ def compile_text(
     memory, wanted = compiled.memory_analysis(), None
   except jax.errors.JaxRuntimeError as error:
     memory, wanted = None, _out_of_memory(error)
-  return memory, wanted, module_text(dump)
+  return memory, wanted, hlo.dumped_text(dump)
 
 
 def _out_of_memory(error: Exception) -> int:
@@ -146,23 +147,6 @@ def device_memory(step: steps.Step, memory, wanted) -> dict[str, Any]:
     + out['program']
   )
   return {'device_bytes': out}
-
-
-def module_text(dump: pathlib.Path) -> str:
-  """The scheduled module among the compiler's files.
-
-  The step's own module is the largest; small ones are made while tracing.
-
-  Raises:
-    ValueError: the compiler wrote none.
-  """
-  for last in ('after_codegen', 'after_optimizations'):
-    files = sorted(
-      dump.glob(f'*.{last}.txt'), key=lambda file: file.stat().st_size
-    )
-    if files:
-      return files[-1].read_text()
-  raise ValueError('the compiler wrote no module: nothing can be measured')
 
 
 def module_figures(

@@ -12,10 +12,10 @@ import pytest
 from absl.testing import absltest, parameterized
 from compare import assert_close
 
+from glm_jax import hlo
 from glm_jax.layers import Init, Linear
 from glm_jax.mla import Mla
 from sharding import block_scaled, module_shardings, plan_named
-from sharding.planner import hlo
 
 # Of 8 x 8, while a rank holds 6 of 48 columns at context 8.
 INIT = Init(fp8_block=(8, 8), std=0.3)
@@ -52,9 +52,9 @@ class ProductsTest(parameterized.TestCase):
   def test_tiles_and_a_rest(self):
     layer = Linear(jax.random.key(0), 48, 72, ('rank', 'embed'), INIT)
     x = jax.random.normal(jax.random.key(1), (3, 48))
-    columns, at = layer.scale[:, jnp.arange(48) // 8], jnp.arange(72) // 8
-    with mock.patch.object(block_scaled, '_TILE', 48 * 10):
-      out = block_scaled._product(x, layer.kernel[...], columns, at)
+    scales = layer.scale[:, jnp.arange(48) // 8]
+    with mock.patch.object(block_scaled, '_TILE', 48 * 8 * 2):
+      out = block_scaled._product(x, layer.kernel[...], scales, 8)
     assert_close(out, layer(x), atol=1e-5, rtol=1e-5, name='tiles')
 
   def test_heads(self):

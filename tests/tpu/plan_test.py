@@ -15,10 +15,9 @@ import pytest
 from absl.testing import parameterized
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm_jax import presets
+from glm_jax import hlo, presets
 from sharding import accountant, plan_pod
 from sharding.chips import chip_named
-from sharding.planner import hlo
 from sharding.planner.cost import module_cost
 from sharding.planner.topology import topology_devices
 from sharding.planner.transfers import transfers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 from collections.abc import Iterable
 
@@ -176,6 +177,21 @@ def parse(text: str) -> Module:
   if entry is None:
     raise ValueError('the text holds no entry computation: not an HLO module')
   return Module(computations, entry)
+
+
+def dumped_text(folder: str | pathlib.Path) -> str:
+  """The scheduled module among a compiler's own files (`xla_dump_to`).
+
+  The program's own module is the largest; small ones are made while tracing.
+
+  Raises:
+    ValueError: the compiler wrote none.
+  """
+  for last in ('after_codegen', 'after_optimizations'):
+    files = list(pathlib.Path(folder).glob(f'*.{last}.txt'))
+    if files:
+      return max(files, key=lambda file: file.stat().st_size).read_text()
+  raise ValueError(f'the compiler wrote no module into {folder}')
 
 
 def _computation(name: str, lines: Iterable[str]) -> Computation:
