@@ -18,20 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from glm_jax.serving.records import checksum
 
 Record = dict[str, np.ndarray]
 _SUFFIX = '.page'
+# What a file that was cut, changed or deleted makes of `decode`.
+_DAMAGED = (OSError, SafetensorError, KeyError, TypeError, ValueError)
 
 
 class DiskTier:
   """Records of full pages on disk, the longest unused going first.
 
   Attributes:
-    counts: records written, read, dropped, and found damaged.
+    counts: records written, not written, read, dropped, found damaged.
   """
 
   def __init__(
@@ -50,7 +52,9 @@ class DiskTier:
     self._threads = ThreadPoolExecutor(threads, thread_name_prefix='disk')
     self._lock = threading.Lock()
     self._sizes: collections.OrderedDict[bytes, int] = collections.OrderedDict()
-    self.counts = dict.fromkeys(('written', 'read', 'dropped', 'damaged'), 0)
+    self.counts = dict.fromkeys(
+      ('written', 'failed', 'read', 'dropped', 'damaged'), 0
+    )
     found = []
     for path in self._folder.glob(f'*{_SUFFIX}'):
       stat = path.stat()
@@ -107,8 +111,14 @@ class DiskTier:
       return
     path = self._path(key)
     part = path.with_suffix(f'.part{threading.get_ident()}')
-    part.write_bytes(data)
-    part.replace(path)
+    try:
+      part.write_bytes(data)
+      part.replace(path)
+    except OSError:  # a full disk: the page is not kept
+      with self._lock:
+        self.counts['failed'] += 1
+      part.unlink(missing_ok=True)
+      return
     with self._lock:
       self._sizes[key] = len(data)
       self.counts['written'] += 1
@@ -122,7 +132,7 @@ class DiskTier:
       record = decode(self._path(key))
       self.counts['read'] += 1
       return record
-    except Exception:  # noqa: BLE001 (whatever is wrong with the file)
+    except _DAMAGED:
       with self._lock:
         self.counts['damaged'] += 1
         self._delete(key)

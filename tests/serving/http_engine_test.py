@@ -5,7 +5,6 @@ import dataclasses
 import json
 import time
 
-import openai
 import pytest
 from chat_tokenizer import tokenizer
 from http_server import MODEL, ask, chat, serve, served_model
@@ -50,15 +49,6 @@ def server(engine):
   model = served_model(max_model_len=512)
   with serve(engine, model, max_body_bytes=MAX_BODY) as running:
     yield running
-
-
-@pytest.fixture(scope='module')
-def client(server):
-  made = openai.OpenAI(
-    base_url=f'{server.url}/v1', api_key='none', max_retries=0
-  )
-  with made:
-    yield made
 
 
 def settled(server):

@@ -19,17 +19,6 @@ CHAT = '/v1/chat/completions'
 TEXT = '/v1/completions'
 
 
-@pytest.fixture(scope='module')
-def engine():
-  return ScriptedEngine()
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-  with serve(engine) as running:
-    yield running
-
-
 @pytest.fixture(autouse=True)
 def reset(engine):
   engine.answer, engine.step_tokens, engine.delay = 'Hello', 1, 0.0

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 from chat_tokenizer import tokenizer
 from http_server import MODEL, ask, chat, serve, served_model
@@ -38,17 +37,6 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope='module')
-def engine():
-  return ScriptedEngine()
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-  with serve(engine) as running:
-    yield running
-
-
 @pytest.fixture
 def say(engine):
   """Sets what the engine says, and how many ids a step."""
@@ -59,15 +47,6 @@ def say(engine):
 
   set_answer('Hello')
   return set_answer
-
-
-@pytest.fixture(scope='module')
-def client(server):
-  made = openai.OpenAI(
-    base_url=f'{server.url}/v1', api_key='none', max_retries=0
-  )
-  with made:
-    yield made
 
 
 def joined(chunks):

@@ -268,6 +268,26 @@ class DiskTest(parameterized.TestCase):
     again = DiskTier(self.folder, b'root', 3000, lambda r: r)
     assert len(again) == len(tier)
 
+  @parameterized.parameters(b'', b'cut', bytes(64), b'{}' + bytes(200))
+  def test_whatever_a_file_holds_it_is_damaged_or_right(self, data):
+    tier = DiskTier(self.folder, b'root', 1 << 20, lambda r: r)
+    tier.put(b'a', {'a': np.zeros(200, np.float32)})
+    tier.put(b'b', {'a': np.zeros(200, np.float32)})
+    tier.close()
+    again = DiskTier(self.folder, b'root', 1 << 20, lambda r: r)
+    next(self.folder.rglob('61.page')).write_bytes(data)
+    next(self.folder.rglob('62.page')).unlink()
+    assert again.fetch(b'a').result() is again.fetch(b'b').result() is None
+    assert again.counts['damaged'] == 2 and not again.has(b'a')
+    again.close()
+
+  def test_a_disk_that_takes_nothing_keeps_nothing(self):
+    tier = DiskTier(self.folder, b'root', 1 << 20, lambda r: r)
+    tier._folder.rmdir()
+    tier.put(b'a', {'a': np.zeros(200, np.float32)})
+    tier.close()
+    assert tier.counts['failed'] == 1 and not tier.has(b'a')
+
   @parameterized.parameters('float32', 'bfloat16', 'float8_e4m3fn', 'uint8')
   def test_known_fault_19_a_record_is_the_same_after_the_file(self, dtype):
     values = np.arange(24).reshape(2, 3, 4).astype(jax.numpy.dtype(dtype))
