@@ -1,5 +1,6 @@
 """launch/serve.py from outside: flags, files, start, end."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -12,7 +13,10 @@ import types
 import pytest
 from chat_tokenizer import backend, tokenizer
 from http_server import ask
-from small_models import make_model, small_config
+from small_models import TILED, make_model, small_config
+
+from glm_jax import generate
+from glm_jax.serving import sizing
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'launch' / 'serve.py'
@@ -81,67 +85,103 @@ def test_keys_are_read_from_a_file(tmp_path):
   assert got.stdout.strip() == "('one', 'two')", got.stderr
 
 
-@pytest.mark.long
-def test_a_checkpoint_is_served_until_sigterm(tmp_path):
-  """The whole: a published checkpoint, a key, requests, a graceful end."""
+@contextlib.contextmanager
+def served(tmp_path, *flags):
+  """A server of a small checkpoint: (process, model, what it wrote)."""
   from glm_jax.checkpoints import save_published
 
   config = small_config(
     0, vocab_size=300, eos_token_ids=tuple(tokenizer().stop_ids)
   )
-  save_published(make_model(config, 0), config, tmp_path / 'model')
+  model = make_model(config, 0)
+  save_published(model, config, tmp_path / 'model')
   backend().save(str(tmp_path / 'model' / 'tokenizer.json'))
-  (tmp_path / 'key').write_text('secret\n')
   ready = tmp_path / 'ready.json'
   command = [
     *(sys.executable, str(SCRIPT), f'--model={tmp_path / "model"}'),
     *('--max-model-len', '512', '--max_num_seqs=2', '--port=0'),
     *('--max_num_batched_tokens=32', '--num-speculative-tokens=2'),
-    *(f'--json={ready}', f'--api-key-file={tmp_path / "key"}'),
-    *('--served-model-name=mine', '--dtype=f32', '--deterministic'),
+    *('--dtype=f32', '--deterministic', f'--json={ready}'),
     f'--compilation_cache_dir={tmp_path / "compiled"}',
+    *flags,
   ]
   with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
     try:
       while not ready.exists():
-        assert process.poll() is None
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.2)
-      shown = json.loads(ready.read_text())
-      server = types.SimpleNamespace(url=shown['url'])
-      assert shown['model'] == 'mine' and shown['max_model_len'] == 512
-      key = {'authorization': 'Bearer secret'}
-      assert ask(server, '/ready').status == 200
-      assert ask(server, '/v1/models').status == 401
-      body = {'messages': [{'role': 'user', 'content': 'Hi'}]}
-      body |= {'max_tokens': 8, 'temperature': 0}
-      path = '/v1/chat/completions'
-      first = ask(server, path, body, **key)
-      assert first.status == 200, first.body
-      stream = ask(server, path, {**body, 'stream': True}, **key)
-      assert stream.events
-      long = subprocess.Popen(
-        [
-          *(
-            'curl',
-            '-sS',
-            f'{server.url}{path}',
-            '-H',
-            'authorization: Bearer secret',
-            '-H',
-            'content-type: application/json',
-            '-d',
-          ),
-          json.dumps({**body, 'max_tokens': 200, 'ignore_eos': True}),
-        ],
-        stdout=subprocess.PIPE,
-      )
-      time.sleep(0.5)
-      process.send_signal(signal.SIGTERM)
-      answer = json.loads(long.communicate(timeout=120)[0])
-      assert answer['usage']['completion_tokens'] == 200
-      errors = process.communicate(timeout=60)[1].decode()
-      assert process.returncode == 0, errors
-      assert 'Traceback' not in errors and 'maximum concurrency' in errors
-      assert os.listdir(tmp_path / 'compiled')
+      yield process, model, json.loads(ready.read_text())
     finally:
       process.kill()
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_served_until_sigterm(tmp_path):
+  """The whole: a published checkpoint, a key, requests, a graceful end."""
+  (tmp_path / 'key').write_text('secret\n')
+  flags = f'--api-key-file={tmp_path / "key"}', '--served-model-name=mine'
+  with served(tmp_path, *flags) as (process, _, shown):
+    server = types.SimpleNamespace(url=shown['url'])
+    assert shown['model'] == 'mine' and shown['max_model_len'] == 512
+    key = {'authorization': 'Bearer secret'}
+    assert ask(server, '/ready').status == 200
+    assert ask(server, '/v1/models').status == 401
+    body = {'messages': [{'role': 'user', 'content': 'Hi'}]}
+    body |= {'max_tokens': 8, 'temperature': 0}
+    path = '/v1/chat/completions'
+    first = ask(server, path, body, **key)
+    assert first.status == 200, first.body
+    stream = ask(server, path, {**body, 'stream': True}, **key)
+    assert stream.events
+    headers = ('authorization: Bearer secret', 'content-type: application/json')
+    curl = ['curl', '-sS', f'{server.url}{path}', '-d']
+    curl += [json.dumps({**body, 'max_tokens': 200, 'ignore_eos': True})]
+    for header in headers:
+      curl += ['-H', header]
+    long = subprocess.Popen(curl, stdout=subprocess.PIPE)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    answer = json.loads(long.communicate(timeout=120)[0])
+    assert answer['usage']['completion_tokens'] == 200
+    errors = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 0, errors
+    assert 'Traceback' not in errors and 'maximum concurrency' in errors
+    assert os.listdir(tmp_path / 'compiled')
+
+
+@pytest.mark.long
+def test_latents_in_host_memory_change_capacity_and_no_token(tmp_path):
+  flags = '--latent_offloading_size=0.001', '--kv_cache_memory_bytes=1000000'
+  prompts = [[5] * 3, list(range(5, 135)), list(range(5, 100))]
+  with served(tmp_path, *flags) as (process, model, shown):
+    server = types.SimpleNamespace(url=shown['url'])
+    got = []
+    for prompt in prompts:
+      body = {'prompt': prompt, 'max_tokens': 12, 'temperature': 0}
+      body |= {'ignore_eos': True, 'return_token_ids': True}
+      answer = ask(server, '/v1/completions', body, timeout=120)
+      got.append(answer.json['choices'][0]['token_ids'])
+    assert answer.json['usage']['prompt_tokens_details']['cached_tokens'] > 64
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1].decode()
+  want = generate(
+    model, prompts, max_new_tokens=12, eos_token_ids=(), plan=TILED
+  )
+  assert got == want.tokens
+  latents = sizing.host_page_bytes(model.config, 'f32')
+  page = sizing.page_bytes(model.config, 'f32') - latents
+  # The host's budget is what bounds the pages here.
+  assert shown['num_pages'] == int(0.001 * 2**30) // latents
+  times = f'{(page + latents) / page:.2f} times the tokens'
+  assert f'page takes {page} bytes' in errors and times in errors
+
+
+def test_latents_in_host_memory_are_for_one_device():
+  got = run(
+    '--load_format=dummy',
+    '--model=tiny',
+    '--mesh=context=8',
+    '--latent_offloading_size=1',
+  )
+  assert got.returncode == 2, got.stderr
+  assert 'is for one device: leave out --mesh' in got.stderr

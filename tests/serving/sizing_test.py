@@ -10,6 +10,7 @@ from glm_jax import load_config
 from glm_jax.cache import bytes_per_token, init_cache
 from glm_jax.serving import sizing, starting
 from glm_jax.serving.config import EngineConfig, buckets
+from glm_jax.serving.host_latent import host_latent_plan
 from sharding import MeshShape, make_mesh, plan_named
 
 GLM = load_config('glm52')
@@ -35,6 +36,25 @@ def test_a_page_of_the_published_model():
     for drafter in (False, True)
   )
   assert page == 64 * rows + 2 * GLM.hidden_size
+
+
+@pytest.mark.parametrize('dtype', ['bf16', 'fp8'])
+def test_latents_in_host_memory_leave_index_keys_on_the_device(dtype):
+  whole = sizing.page_bytes(GLM, dtype)
+  plan = host_latent_plan(GLM)
+  page = sizing.page_bytes(GLM, dtype, plan)
+  keys = 22 * (256 if dtype == 'bf16' else 132)
+  assert page == 64 * keys + 2 * GLM.hidden_size
+  assert page + sizing.host_page_bytes(GLM, dtype) == whole
+  assert whole / page > 15
+  size = fit(dtype=dtype, memory=100 * page, page_size=page)
+  lines = sizing.lines(size, dtype, longest=True, host_page=whole - page)
+  assert size.num_pages == 100
+  assert f'{whole / page:.2f} times the tokens' in lines[1]
+  work = lambda plan: sizing.workspace_bytes(
+    GLM, rows=8, drawn=8, context=64, plan=plan
+  )
+  assert work(plan) == work(None) + plan.ahead_bytes
 
 
 def test_the_largest_context_that_fits():
