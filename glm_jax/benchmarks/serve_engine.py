@@ -3,6 +3,7 @@
 `restore` is the time to the first token of a long prompt whose pages come
 back from host memory, beside computing it anew. `tuning` is what path tuning
 chose beside the best fixed choice, for every context range that is compiled.
+`host_time` is what the host does for a decode step of 64 requests.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from glm_jax.benchmarks.report import Request, Row
 from glm_jax.checkpoints import load_model
 from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
-from glm_jax.serving import restore_time
+from glm_jax.serving import host_time, restore_time
 from glm_jax.serving.config import EngineConfig
 from glm_jax.serving.engine import Engine
 
 WITHIN = 1.05  # of the best fixed choice: the goal of path tuning
+HOST_SECONDS, HOST_GROWTH = 2e-3, 1.3  # of a step; from 1K to 1M tokens
 
 
 def restore(request: Request, model: Model) -> tuple[list[Row], list[str]]:
@@ -78,7 +80,27 @@ def tuned(request: Request, model: Model) -> tuple[list[Row], list[str]]:
   return rows, missed
 
 
-CASES = {'restore': restore, 'tuning': tuned}
+def host(request: Request, model: Model) -> tuple[list[Row], list[str]]:
+  """Rows of `host_time`, and the goals that they miss."""
+  rows, missed = [], []
+  for drafts in (0, 5):
+    short, long = host_time.measure((1 << 10, 1 << 20), drafts=drafts)
+    for found in (short, long):
+      name = f'host_time_{found.tokens}_k{drafts}'
+      shape = f'{found.requests} requests of {found.tokens} tokens'
+      seconds = found.median
+      rows.append(_row(request, model, name, 'host', shape, seconds))
+      if seconds > HOST_SECONDS:
+        missed.append(f'{name}: {1e3 * seconds:.2f} ms a step')
+    if long.median >= HOST_GROWTH * short.median:
+      missed.append(
+        f'host_time, {drafts} drafts: {long.median / short.median:.2f} times '
+        'as long at 1M tokens as at 1K'
+      )
+  return rows, missed
+
+
+CASES = {'restore': restore, 'tuning': tuned, 'host_time': host}
 
 
 def run(

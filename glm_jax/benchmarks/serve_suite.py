@@ -5,8 +5,8 @@ whose conversations grow turn by turn. Without a URL the suite starts two
 servers, one after the other: the whole engine, and the naive one with an
 indexer in every layer and neither prefix or host cache nor drafts. The naive
 one has random weights, since no checkpoint has weights for its indexers; it
-does the same work whatever they are. Two more cases, `restore` and `tuning`,
-measure the engine in this process: see `serve_engine`.
+does the same work whatever they are. More cases (`restore`, `tuning`,
+`host_time`) measure the engine in this process: see `serve_engine`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ NAIVE = (
   '--no_enable_prefix_caching',
   '--num_speculative_tokens=0',
 )
+INSIDE = ('restore', 'tuning', 'host_time')
 _SERVER = pathlib.Path(__file__).parents[2] / 'launch' / 'serve.py'
 _START_SECONDS = 3600
 
@@ -97,7 +98,7 @@ def run(request: Request, log: Callable[..., None]) -> Report:
       'the serve suite measures a server that runs: use --evidence=run'
     )
   cases = traces(request.scale)
-  inside = _chosen(request, () if request.url else ('restore', 'tuning'))
+  inside = _chosen(request, () if request.url else INSIDE)
   chosen = _chosen(request, cases)
   if not chosen + inside:
     raise ValueError(f'no case of {", ".join(cases)} matches {request.select}')

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,16 +133,25 @@ def decoding_engine(tokens: int, requests: int, *, drafts: int = 0) -> Engine:
 
 
 def measure(
-  tokens: int, requests: int = 64, *, steps: int = 200, drafts: int = 0
-) -> HostTime:
-  """Host time of decode steps; see the module."""
-  engine = decoding_engine(tokens, requests, drafts=drafts)
-  seconds = []
+  tokens: Sequence[int],
+  requests: int = 64,
+  *,
+  steps: int = 200,
+  drafts: int = 0,
+) -> list[HostTime]:
+  """Host time of decode steps at each context, in turns; see the module."""
+  engines = [decoding_engine(n, requests, drafts=drafts) for n in tokens]
+  seconds = [[] for _ in engines]
   for _ in range(steps):
-    begin = time.perf_counter()
-    outputs = engine.step()
-    seconds.append(time.perf_counter() - begin)
-    if len(outputs) != requests:
-      raise RuntimeError(f'{len(outputs)} of {requests} requests decoded')
-  p90 = float(np.quantile(seconds, 0.9))
-  return HostTime(statistics.median(seconds), p90, tokens, requests)
+    for engine, times in zip(engines, seconds):
+      begin = time.perf_counter()
+      outputs = engine.step()
+      times.append(time.perf_counter() - begin)
+      if len(outputs) != requests:
+        raise RuntimeError(f'{len(outputs)} of {requests} requests decoded')
+  return [
+    HostTime(
+      statistics.median(times), float(np.quantile(times, 0.9)), n, requests
+    )
+    for n, times in zip(tokens, seconds)
+  ]

@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 
 from glm_jax.cache import cache_dtype, init_cache
+from glm_jax.compiling import StepJit
 from glm_jax.drafting import DraftOptions, drafter
 from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
@@ -54,7 +55,7 @@ def _compiled_step(treedef):
       state = dataclasses.replace(small, cache=cache)
     return state, result
 
-  return jax.jit(
+  return StepJit(
     step,
     static_argnames=('plan', 'blocks', 'with_drafter', 'options', 'beside'),
     donate_argnames='state',

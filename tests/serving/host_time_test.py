@@ -3,6 +3,7 @@
 import sys
 import tracemalloc
 
+import pytest
 from absl.testing import parameterized
 
 from glm_jax.serving.host_time import decoding_engine, measure
@@ -52,6 +53,12 @@ class HostWorkTest(parameterized.TestCase):
     assert calls / STEPS / REQUESTS < 60
 
   def test_the_measurement_decodes_every_request_in_every_step(self):
-    got = measure(1000, 8, steps=5)
-    assert (got.tokens, got.requests) == (1000, 8)
-    assert 0 < got.median <= got.p90
+    for got, tokens in zip(measure((1000, 300), 8, steps=5), (1000, 300)):
+      assert (got.tokens, got.requests) == (tokens, 8)
+      assert 0 < got.median <= got.p90
+
+  @parameterized.parameters((0,), (5,))
+  @pytest.mark.long
+  def test_a_million_tokens_cost_what_a_thousand_do(self, drafts):
+    short, long = measure((1 << 10, 1 << 20), drafts=drafts)
+    assert long.median < 1.3 * short.median and long.median <= 2e-3

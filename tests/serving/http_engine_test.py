@@ -5,6 +5,7 @@ import dataclasses
 import json
 import time
 
+import numpy as np
 import pytest
 from chat_tokenizer import tokenizer
 from http_server import MODEL, ask, chat, serve, served_model
@@ -133,6 +134,23 @@ def test_a_conversation_is_cached(server):
   assert ask(server, '/flush_cache', method='POST').status == 200
   last = chat(server, said, max_tokens=4, thinking={'type': 'disabled'}).json
   assert last['usage']['prompt_tokens_details']['cached_tokens'] == 0
+
+
+def test_twenty_turns_of_an_agent_reuse_their_prompts(server):
+  """Every turn sends the conversation back with a little more."""
+  rng = np.random.default_rng(3)
+  ids = lambda n: rng.integers(16, 256, n).tolist()
+  prompt, sent, cached = ids(64), 0, 0
+  for _ in range(20):
+    prompt += ids(6)
+    body = {'prompt': prompt, 'max_tokens': 14, 'temperature': 0}
+    body |= {'ignore_eos': True, 'return_token_ids': True}
+    got = ask(server, TEXT, body).json
+    sent += len(prompt)
+    cached += got['usage']['prompt_tokens_details']['cached_tokens']
+    prompt = prompt + got['choices'][0]['token_ids']
+  assert cached >= 0.95 * sent
+  settled(server)
 
 
 def test_the_engines_refusals_reach_the_client(server):

@@ -25,7 +25,7 @@ FLAGS = (
   *('--max_num_seqs=2', '--max_num_batched_tokens=32', '--port=0'),
   '--heartbeat_seconds=10',
   *('--num_gpu_blocks_override=16', '--kv_offloading_size=0.01'),
-  *('--num_speculative_tokens=2', '--compilation_cache_dir='),
+  '--num_speculative_tokens=2',
 )  # fmt: skip
 PERSON = {
   'type': 'object',
@@ -42,6 +42,12 @@ def config():
 
 @pytest.mark.long
 class PodTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.compiled = tempfile.TemporaryDirectory()
+    cls.addClassCleanup(cls.compiled.cleanup)
+
   def start(self, cache_plan):
     """A pod that answers: (pair, its URL)."""
     from glm_jax.checkpoints import save_published
@@ -58,6 +64,7 @@ class PodTest(parameterized.TestCase):
       f'--model={path / "model"}',
       f'--json={ready}',
       f'--cache_plan={cache_plan}',
+      f'--compilation_cache_dir={self.compiled.name}',
       *FLAGS,
       launcher=str(SERVE),
     )

@@ -68,6 +68,23 @@ class HostTest(parameterized.TestCase):
     check_empty(engine)
     assert engine.host.pinned_records == 0
 
+  @parameterized.parameters(0, 7)
+  def test_known_fault_37_drafted_pages_equal_a_fresh_prefill(self, K):
+    """After a restore too, and whatever was accepted or rejected."""
+    engine, prompt = engine_with(), TEXT[:70]
+    new = serve(engine, [request('a', prompt, 62, num_speculative_tokens=K)])
+    text = (*prompt, *new['a'])
+    grown = _records(engine, text)
+    push_out(engine)
+    serve(engine, [request('b', text, 1)])
+    assert engine.store.counts['restored_pages'] == 2
+    back = _records(engine, text)
+    engine.flush_cache()
+    serve(engine, [request('c', text, 1)])
+    for name, want in _records(engine, text).items():
+      np.testing.assert_array_equal(grown[name], want, str(name))
+      np.testing.assert_array_equal(back[name], want, str(name))
+
   def test_every_part_of_a_record_comes_back_bit_by_bit(self):
     engine = engine_with()
     serve(engine, [request('a', TEXT, 2)])
@@ -200,6 +217,17 @@ class HostTest(parameterized.TestCase):
     assert len(engine.host) == 0 and len(engine.store.index) == 0
     stats = engine.stats()
     assert stats['pages']['free'] == stats['pages']['total']
+
+
+def _records(engine, text):
+  """Every plane of the first two pages of a text."""
+  found = {}
+  for i, entry in enumerate(engine.store.find(_sequence(engine, text)).pages):
+    for name, plane in engine.runner.extract(entry.page).items():
+      found[i, name] = np.array(plane)
+      if not i and name != 'hidden':
+        found[i, name][-1, 0] = 0  # The drafter's row i lies in slot i + 1.
+  return found
 
 
 @functools.cache
