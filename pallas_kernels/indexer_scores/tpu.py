@@ -6,8 +6,8 @@ rows, and walks only the blocks of keys that one of its rows sees.
 
 Scores leave as [T, S / 128, 128], the layout the selection reads; rows go to
 their own place by DMA, so nothing is permuted afterwards. Memory law: no
-temporary but the queries in tile order and, for fp8 keys, the scales in
-position order (4 bytes a key of the table).
+temporary but the queries in tile order and, for fp8 keys, lines with their
+scales (8 bytes a key of the table).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pallas_kernels.indexer_scores.tpu_body import (
   Sizes,
   score_tiles,
 )
-from pallas_kernels.tiling import PAGE, cdiv, round_up
+from pallas_kernels.tiling import PAGE, cdiv, pad_rows, round_up
 
-MAX_BLOCK = 4096  # keys of one buffer
+MAX_BLOCK = 16384  # keys of one buffer
 MAX_TILE = 16  # rows that share one stream of keys
 
 
@@ -67,15 +67,20 @@ def row_tiles(
 
 
 def block_ids(page_table: jax.Array, size: int, sizes: Sizes) -> jax.Array:
-  """Page ids a block, [B * blocks, 1, ids]; then 1 where a page is missing."""
+  """What a block's walk needs of the page table, [B * blocks, 1, ids] int32.
+
+  A page to read for each of the block's, which is any page where it is
+  missing; then 1 if one is missing; then the ids as they are, -1 for missing.
+  """
   B, n = page_table.shape
   pages = sizes.blocks * sizes.pages
   ids = jnp.minimum(page_table, size - 1)
   ids = jnp.pad(ids, ((0, 0), (0, pages - n)), constant_values=-1)
   ids = ids.reshape(B * sizes.blocks, 1, sizes.pages)
   hole = jnp.any(ids < 0, axis=-1, keepdims=True).astype(jnp.int32)
-  rest = ((0, 0), (0, 0), (0, sizes.ids - sizes.pages - 1))
-  return jnp.pad(jnp.concatenate([ids, hole], axis=-1), rest)
+  parts = [jnp.maximum(ids, 0), hole, ids]
+  rest = sizes.ids - 2 * sizes.pages - 1
+  return jnp.pad(jnp.concatenate(parts, -1), ((0, 0), (0, 0), (0, rest)))
 
 
 def scores_in_lines(
@@ -120,7 +125,7 @@ def scores_in_lines(
     block=block,
     blocks=blocks,
     page=page,
-    ids=round_up(block // page + 1, LANES),
+    ids=round_up(2 * (block // page) + 1, LANES),
     first=first,
     fill=fill,
     full=full,
@@ -142,27 +147,40 @@ def scores_in_lines(
     w[at].reshape(tiles, rows * heads, 1),
     block_ids(page_table, P, sizes),
     key_pages,
-    scale_plane(key_scales, page_table, lines),
+    pair_lines(key_scales, page_table, lines),
     out_rows=T,
     sizes=sizes,
     interpret=interpret,
   )
 
 
-def scale_plane(
+def pair_lines(
   key_scales: jax.Array | None, page_table: jax.Array, lines: int
 ) -> jax.Array | None:
-  """Scales in position order, [B, lines, 128]; anything where no page is.
+  """Lines with the scales of each page, [2, B, lines, 128] float32.
 
-  A page's 64 scales are half a line of HBM, which no DMA may start in.
+  A page's 64 scales are half a line of HBM, which no DMA may start in, and a
+  gather of half lines copies the whole pool first. A line has the scales of
+  two pages of the pool; a pool stored flat is seen as lines without moving
+  (one of an odd number of pages is copied).
+
+  Args:
+    key_scales: [P, 64] float32 or None.
+    page_table: [B, n] int32.
+    lines: at least n / 2.
+
+  Returns:
+    For each line of scores, that of its even page and that of its odd page;
+    anything where no page is.
   """
   if key_scales is None:
     return None
-  B = page_table.shape[0]
-  plane = key_scales[jnp.clip(page_table, 0, key_scales.shape[0] - 1)]
-  plane = plane.reshape(B, -1)
-  plane = jnp.pad(plane, ((0, 0), (0, lines * LANES - plane.shape[1])))
-  return plane.reshape(B, lines, LANES)
+  pool = pad_rows(key_scales, round_up(key_scales.shape[0], 2))
+  pool = pool.reshape(-1, LANES)
+  B, n = page_table.shape
+  at = jnp.pad(jnp.maximum(page_table, 0) // 2, ((0, 0), (0, 2 * lines - n)))
+  at = at.reshape(B, lines, 2).transpose(2, 0, 1)
+  return jnp.take(pool, at, axis=0, mode='clip')
 
 
 def check_kernel_arguments(H: int, page: int, interpret) -> None:

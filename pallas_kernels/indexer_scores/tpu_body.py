@@ -1,9 +1,12 @@
 """What runs on the core for one tile of rows: streams, scores, hides.
 
 While a block of keys is scored, the pages of the next one arrive in the other
-half of a buffer, and the page ids of the one after that in scalar memory. The
-copies of the next block are started between the matmuls of this one: starting
-a copy takes the scalar unit about as long as its 16 KiB take to arrive.
+half of a buffer, and the page ids of the one after that in scalar memory.
+Starting a copy takes the scalar unit two to four cycles and a page arrives in
+ten to twenty, so all are started before the matmuls, in a loop that does
+nothing else: between the matmuls they hold the vector loads back. Every copy
+is waited for in the trip of the loop that started it: nothing is lost by it,
+and the compiler's cycle model can follow.
 """
 
 from __future__ import annotations
@@ -21,8 +24,14 @@ from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.tiling import precision
 
 LANES = 128
-CHUNK = 1024  # keys of one step between copies: a whole (8, 128) tile a row
+SUB = 8  # lines of one tile
+CHUNK = 1024  # keys whose scores fill a whole (8, 128) tile of a row
+MAX_PART = 4096  # keys of one trip of the innermost loop
+# Semaphores of the pages: the compiler takes copies that share one as one
+# after another, at half the memory's bandwidth.
+KEY_SEMS = 16
 ID_SLOTS = 4  # page ids of a block live from two blocks before to its end
+_VMEM_BYTES = 48 << 20  # of 64 MiB on the smallest generation
 NO = float('-inf')
 
 
@@ -56,9 +65,20 @@ class Sizes:
     """Pages of one block."""
     return self.block // self.page
 
+  @property
+  def part(self) -> int:
+    """Keys of one trip of the innermost loop; divides a block."""
+    chunks = self.block // CHUNK
+    return CHUNK * min(chunks & -chunks, max(MAX_PART // CHUNK // self.rows, 1))
+
+  @property
+  def parts(self) -> int:
+    """Parts of one block."""
+    return self.block // self.part
+
 
 def chunk_scores(q, w, keys, rows):
-  """Scores of one chunk of keys, [rows, C / 128, 128] float32.
+  """Scores of some keys, [rows, C / 128, 128] float32.
 
   Args:
     q: [rows * I, H].
@@ -87,65 +107,82 @@ def chunk_scores(q, w, keys, rows):
 class Stream:
   """The copies of one tile: page ids, pages and scales in, scores out.
 
-  Copies of one slot are waited for as one, by their bytes. Turn i moves
-  block i; turns past the last block move the last one again, into a slot
-  that nobody reads, rather than branch between the matmuls.
+  What a turn needs is there when it begins: a turn starts the copies of the
+  next one and of its predecessor's scores, and waits for all of them at its
+  end.
   """
 
-  def __init__(self, refs, sequence, turns, sizes: Sizes):
+  def __init__(self, refs, sequence, last, turns, sizes: Sizes):
     self.table, self.pool, self.plane, self.scores = refs[:4]
     self.ids, self.keys, self.scales, self.out, self.none = refs[4:9]
     self.id_sem, self.key_sem, self.scale_sem, self.out_sem = refs[9:13]
     self.none_sem = refs[13]
-    self.sequence, self.turns, self.sizes = sequence, turns, sizes
-    self.lines = sizes.block // LANES
+    self.sequence, self.last, self.turns = sequence, last, turns
+    self.sizes, self.lines = sizes, sizes.block // LANES
 
-  def block(self, i):
-    """The block that turn i moves."""
-    return jnp.minimum(i, self.turns - 1)
+  def parts(self, i):
+    """Parts of block i that the tile sees."""
+    if self.sizes.full:
+      return self.sizes.parts
+    keys = self.last + self.sizes.part - i * self.sizes.block
+    return jnp.clip(keys // self.sizes.part, 0, self.sizes.parts)
+
+  def page_id(self, i, j):
+    """Entry j of the row of page ids of block i, from scalar memory."""
+    return self.ids[i & (ID_SLOTS - 1), 0, j]
 
   def page_ids(self, i):
-    """Copies page ids into scalar memory."""
-    at = self.sequence * self.sizes.blocks + self.block(i)
+    """Copies a block's page ids into scalar memory; the last one's beyond."""
+    at = jnp.minimum(i, self.turns - 1)
     slot = i & (ID_SLOTS - 1)
     return pltpu.make_async_copy(
-      self.table.at[at], self.ids.at[slot], self.id_sem.at[slot]
+      self.table.at[self.sequence * self.sizes.blocks + at],
+      self.ids.at[slot],
+      self.id_sem,
     )
 
-  def start_pages(self, i, pages):
-    """Starts the copies of some pages of a block."""
-    slot, size = i & 1, self.sizes.page
-    for j in pages:
-      # A missing page is any other: its scores are overwritten.
-      page = jnp.maximum(self.ids[i & (ID_SLOTS - 1), 0, j], 0)
+  def pair_lines(self, i):
+    """Copies the lines that hold the scales of a block's keys."""
+    at = pl.ds(jnp.minimum(i, self.turns - 1) * self.lines, self.lines)
+    return pltpu.make_async_copy(
+      self.plane.at[:, self.sequence, at], self.scales.at[i & 1], self.scale_sem
+    )
+
+  def start_part(self, i, c):
+    """Starts the copies of the pages of part c of a block."""
+    size, pages = self.sizes.page, self.sizes.part // self.sizes.page
+    for j in range(pages):
+      at = c * pages + j
       pltpu.make_async_copy(
-        self.pool.at[page],
-        self.keys.at[slot, pl.ds(j * size, size)],
-        self.key_sem.at[slot],
+        self.pool.at[self.page_id(i, at)],
+        self.keys.at[i & 1, pl.ds(at * size, size)],
+        self.key_sem.at[j % KEY_SEMS],
       ).start()
 
-  def wait_pages(self, i):
-    """Waits for all pages of a block."""
-    whole = self.keys.at[i & 1]
-    pltpu.make_async_copy(whole, whole, self.key_sem.at[i & 1]).wait()
+  def wait_part(self, i):
+    """Waits for the pages of a part, those of a semaphore by their bytes."""
+    share = self.keys.at[i & 1, pl.ds(0, self.sizes.part // KEY_SEMS)]
+    for sem in range(KEY_SEMS):
+      pltpu.make_async_copy(share, share, self.key_sem.at[sem]).wait()
 
-  def scale_plane(self, i):
-    """Copies the scales of a block's keys."""
-    slot = i & 1
-    return pltpu.make_async_copy(
-      self.plane.at[
-        self.sequence, pl.ds(self.block(i) * self.lines, self.lines)
-      ],
-      self.scales.at[slot],
-      self.scale_sem.at[slot],
-    )
+  def start_rest(self, i):
+    """Starts what turn i needs beside its pages, and the page ids after it."""
+    self.page_ids(i + 1).start()
+    if self.plane is not None:
+      self.pair_lines(i).start()
+
+  def wait_rest(self, i):
+    """Waits for what `start_rest` started."""
+    self.page_ids(i + 1).wait()
+    if self.plane is not None:
+      self.pair_lines(i).wait()
 
   def scored(self, i, t, row):
     """Copies a block's scores of the tile's row t to their place."""
     return pltpu.make_async_copy(
       self.out.at[i & 1, t],
       self.scores.at[row, pl.ds(i * self.lines, self.lines)],
-      self.out_sem.at[i & 1],
+      self.out_sem,
     )
 
   def unseen(self, block, row):
@@ -173,9 +210,10 @@ def kernel(rows_ref, pos_ref, seq_ref, last_ref, q_ref, w_ref, *refs, sizes):
   tile = pl.program_id(0)
   places = [tile * sizes.rows + t for t in range(sizes.rows)]
   lo = min(sizes.first // sizes.block, sizes.blocks)
-  hi = jnp.clip((last_ref[tile] + sizes.block) // sizes.block, lo, sizes.blocks)
+  last = last_ref[tile]
+  hi = jnp.clip((last + sizes.block) // sizes.block, lo, sizes.blocks)
   hi = sizes.blocks if sizes.full else hi
-  stream = Stream(refs, seq_ref[tile], hi, sizes)
+  stream = Stream(refs, seq_ref[tile], last, hi, sizes)
 
   def when(condition, do):
     do() if sizes.full else pl.when(condition)(do)
@@ -185,46 +223,49 @@ def kernel(rows_ref, pos_ref, seq_ref, last_ref, q_ref, w_ref, *refs, sizes):
       row = rows_ref[place]
       when(row >= 0, functools.partial(do, t, row))
 
-  def turn(i, _):
-    stream.page_ids(i + 1).wait()
-    stream.page_ids(i + 2).start()
-    stream.wait_pages(i)
-    if stream.plane is not None:
-      stream.scale_plane(i).wait()
-      stream.scale_plane(i + 1).start()
-    when(
-      i >= lo + 2,
-      lambda: each_row(lambda t, row: stream.scored(i - 2, t, row).wait()),
-    )
-    for at in range(0, sizes.block, CHUNK):
-      pages = range(at // sizes.page, (at + CHUNK) // sizes.page)
-      stream.start_pages(i + 1, pages)
-      score_chunk(
-        stream, i, at, q_ref[0], w_ref[0], [pos_ref[p] for p in places]
-      )
-    when(
-      stream.ids[i & (ID_SLOTS - 1), 0, sizes.pages] > 0,
-      lambda: hide_missing(stream, i),
-    )
-    each_row(lambda t, row: stream.scored(i, t, row).start())
+  def turn(i, _, straight):
+    stream.start_rest(i + 1)
+    done = jnp.maximum(i - 1, lo)
+    leaves = lambda t, row: stream.scored(done, t, row)
+    when(i > lo, lambda: each_row(lambda *at: leaves(*at).start()))
+    operands = q_ref[0], w_ref[0], [pos_ref[p] for p in places]
+    if straight:
+      for c in range(sizes.parts):
+        stream.start_part(i + 1, c)
+        score_part(stream, i, c, *operands)
+      for _ in range(sizes.parts):
+        stream.wait_part(i + 1)
+    else:
+      ahead, seen = stream.parts(i + 1), stream.parts(i)
+      each = lambda n, do: lax.fori_loop(0, n, lambda c, _: do(c), None)
+      each(ahead, lambda c: stream.start_part(i + 1, c))
+      each(seen, lambda c: score_part(stream, i, c, *operands))
+      if sizes.fill and not sizes.full:
+        lax.fori_loop(
+          seen, sizes.parts, lambda c, _: hide_part(stream, i, c), None
+        )
+      each(ahead, lambda c: stream.wait_part(i + 1))
+    # Rare, so no part of a profile: pages are missing behind a sequence.
+    pl.when(stream.page_id(i, sizes.pages) > 0)(lambda: hide_missing(stream, i))
+    when(i > lo, lambda: each_row(lambda *at: leaves(*at).wait()))
+    stream.wait_rest(i + 1)
 
   def walk():
-    stream.page_ids(lo).start()
-    stream.page_ids(lo + 1).start()
-    stream.page_ids(lo).wait()
-    stream.start_pages(lo, range(sizes.pages))
-    if stream.plane is not None:
-      stream.scale_plane(lo).start()
-    lax.fori_loop(lo, hi, turn, None)
-    stream.page_ids(hi + 1).wait()
-    stream.wait_pages(hi)
-    if stream.plane is not None:
-      stream.scale_plane(hi).wait()
-    for i in (hi - 2, hi - 1):
-      when(
-        i >= lo,
-        lambda i=i: each_row(lambda t, row: stream.scored(i, t, row).wait()),
-      )
+    ids = stream.page_ids(lo)
+    ids.start()
+    ids.wait()
+    stream.start_rest(lo)
+    parts = stream.parts(lo)
+    lax.fori_loop(0, parts, lambda c, _: stream.start_part(lo, c), None)
+    lax.fori_loop(0, parts, lambda c, _: stream.wait_part(lo), None)
+    stream.wait_rest(lo)
+    # All blocks but the last are seen whole, so the loop over them has no
+    # branches; the last two turns read or score a part of a block.
+    tail = jnp.maximum(hi - 2, lo)
+    lax.fori_loop(lo, tail, functools.partial(turn, straight=True), None)
+    lax.fori_loop(tail, hi, functools.partial(turn, straight=False), None)
+    each_row(lambda t, row: stream.scored(hi - 1, t, row).start())
+    each_row(lambda t, row: stream.scored(hi - 1, t, row).wait())
 
   def each_unseen(do):
     ahead = sizes.blocks if sizes.fill else hi
@@ -241,22 +282,57 @@ def kernel(rows_ref, pos_ref, seq_ref, last_ref, q_ref, w_ref, *refs, sizes):
   each_unseen(lambda block, row: stream.unseen(block, row).wait())
 
 
-def score_chunk(stream: Stream, i, at: int, q, w, positions):
-  """Scores `CHUNK` keys of turn i, from `at` in the block."""
+def hide_part(stream: Stream, i, c):
+  """-inf for part c of turn i."""
+  lines = stream.sizes.part // LANES
+  at = pl.ds(pl.multiple_of(c * lines, lines), lines)
+  none = jnp.full((stream.sizes.rows, lines, LANES), NO)
+  stream.out[i & 1, :, at] = none
+
+
+def score_part(stream: Stream, i, c, q, w, positions):
+  """Scores part c of turn i."""
   sizes, slot = stream.sizes, i & 1
-  keys = stream.keys[slot, pl.ds(at, CHUNK)]
+  start = pl.multiple_of(c * sizes.part, sizes.part)
+  keys = stream.keys[slot, pl.ds(start, sizes.part)]
   dtype = jnp.bfloat16 if stream.plane is not None else keys.dtype
   dtype = jnp.promote_types(q.dtype, dtype)
   scores = chunk_scores(q.astype(dtype), w, keys.astype(dtype), sizes.rows)
-  lines = pl.ds(at // LANES, CHUNK // LANES)
-  if stream.plane is not None:
-    scores = scores * stream.scales[slot, lines][None]
   shape = (CHUNK // LANES, LANES)
-  pos = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES
-  pos += lax.broadcasted_iota(jnp.int32, shape, 1) + i * sizes.block + at
-  for t, last in enumerate(positions):
-    seen = (pos >= sizes.first) & (pos <= last)
-    stream.out[slot, t, lines] = jnp.where(seen, scores[t], NO)
+  place = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES
+  place += lax.broadcasted_iota(jnp.int32, shape, 1)
+  for at in range(0, sizes.part, CHUNK):
+    pos = place + (i * sizes.block + start + at)
+    lines = slice(at // LANES, (at + CHUNK) // LANES)
+    chunk = scores[:, lines]
+    if stream.plane is not None:
+      chunk = chunk * chunk_scales(stream, i, start + at)[None]
+    out = pl.ds(pl.multiple_of((start + at) // LANES, SUB), SUB)
+    for t, last in enumerate(positions):
+      seen = (pos >= sizes.first) & (pos <= last)
+      stream.out[slot, t, out] = jnp.where(seen, chunk[t], NO)
+
+
+def chunk_scales(stream: Stream, i, at):
+  """Scales of `CHUNK` keys of turn i from `at` on, [8, 128] float32.
+
+  A line of the plane holds the scales of two pages of the pool, of which one
+  is wanted: the half that the page's id says, moved to where it belongs.
+  """
+  shape = (CHUNK // LANES, LANES)
+  page = stream.sizes.page
+  row = lax.broadcasted_iota(jnp.int32, shape, 0)
+  lines = pl.ds(pl.multiple_of(at // LANES, SUB), SUB)
+  halves = []
+  for place in range(LANES // page):
+    half = jnp.zeros(shape, jnp.int32)
+    for r in range(shape[0]):
+      j = at // page + r * (LANES // page) + place
+      half = jnp.where(row == r, stream.page_id(i, j) & 1, half)
+    line = stream.scales[i & 1, place, lines]
+    halves.append(jnp.where(half == place, line, pltpu.roll(line, page, 1)))
+  low = lax.broadcasted_iota(jnp.int32, shape, 1) < page
+  return jnp.where(low, *halves)
 
 
 def hide_missing(stream: Stream, i):
@@ -268,7 +344,8 @@ def hide_missing(stream: Stream, i):
   def line(r, _):
     scores = stream.out[slot, :, pl.ds(r, 1)]
     for at in range(0, LANES, sizes.page):
-      page = stream.ids[i & (ID_SLOTS - 1), 0, (r * LANES + at) // sizes.page]
+      j = sizes.pages + 1 + (r * LANES + at) // sizes.page
+      page = stream.page_id(i, j)
       gone = (lane >= at) & (lane < at + sizes.page) & (page < 0)
       scores = jnp.where(gone, NO, scores)
     stream.out[slot, :, pl.ds(r, 1)] = scores
@@ -285,7 +362,7 @@ def score_tiles(
   w: jax.Array,  # [tiles, rows * I, 1] f32
   ids: jax.Array,  # [B * blocks, 1, ids] int32
   key_pages: jax.Array,  # [P, page, H]
-  plane: jax.Array | None,  # [B, S / 128, 128] f32
+  plane: jax.Array | None,  # [2, B, S / 128, 128] f32
   *,
   out_rows: int,
   sizes: Sizes,
@@ -298,6 +375,9 @@ def score_tiles(
   mine = lambda i, *_: (i, 0, 0)
   scaled = lambda x: None if plane is None else x
   keys = sizes.blocks * sizes.block
+  if not interpret:
+    # Else XLA may put it into the vector memory first, whole.
+    ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)
   # As if every row saw all keys; a row with fewer costs less.
   cost = pl.CostEstimate(
     flops=2 * out_rows * (q.shape[1] // sizes.rows) * q.shape[2] * keys,
@@ -321,13 +401,13 @@ def score_tiles(
       scratch_shapes=[
         pltpu.SMEM((ID_SLOTS, 1, sizes.ids), jnp.int32),
         pltpu.VMEM((2, sizes.block, q.shape[-1]), key_pages.dtype),
-        scaled(pltpu.VMEM((2, lines, LANES), jnp.float32)),
+        scaled(pltpu.VMEM((2, 2, lines, LANES), jnp.float32)),
         pltpu.VMEM((2, sizes.rows, lines, LANES), jnp.float32),
         pltpu.VMEM((lines, LANES), jnp.float32),
-        pltpu.SemaphoreType.DMA((ID_SLOTS,)),
-        pltpu.SemaphoreType.DMA((2,)),
-        scaled(pltpu.SemaphoreType.DMA((2,))),
-        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA((KEY_SEMS,)),
+        scaled(pltpu.SemaphoreType.DMA),
+        pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA,
       ],
     ),
@@ -337,6 +417,7 @@ def score_tiles(
       dimension_semantics=('parallel',),
       # Page ids were brought into range; a check costs as much as a copy.
       disable_bounds_checks=True,
+      vmem_limit_bytes=_VMEM_BYTES,
     ),
     interpret=interpret,
     name='indexer_scores',
