@@ -15,9 +15,7 @@ is lost ends all.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
-import sys
 import time
 
 from absl import flags
@@ -274,21 +272,6 @@ def engine_config(size, dtype: str, drafts: int, eos, limit):
   return starting.compact_shapes(config) if limit.compact else config
 
 
-def set_up() -> None:
-  """Logging, and the cache of compiled programs."""
-  import jax
-
-  logging.basicConfig(
-    level=logging.WARNING,
-    stream=sys.stderr,
-    format='%(asctime)s %(levelname)s %(name)s: %(message)s',
-  )
-  logging.getLogger('glm_jax').setLevel(logging.INFO)
-  if _COMPILED.value:
-    folder = os.path.expanduser(_COMPILED.value)
-    jax.config.update('jax_compilation_cache_dir', folder)
-
-
 def answer_requests(engine, served, keys, about: dict) -> bool:
   """Serves until told to end; whether that was what ended it."""
   import jax
@@ -309,6 +292,7 @@ def answer_requests(engine, served, keys, about: dict) -> bool:
   def started(url: str) -> None:
     cli.log(f'listening on {url}{" (no API key)" if not keys else ""}')
     if _JSON.value:
+      about['model'] = served.names[0]
       cli.write_json(_JSON.value, {'url': url, **about})
 
   server = http.Server(
@@ -332,17 +316,15 @@ def serve(path: str, keys: tuple[str, ...]) -> bool:
   """Serves, or follows process 0; every process runs this."""
   import jax
 
-  from glm_jax.serving import http, lockstep, starting
+  from glm_jax.serving import lockstep, starting
   from glm_jax.serving.engine import Engine
-  from glm_jax.text import Tokenizer, read_eos_token_ids
+  from glm_jax.text import read_eos_token_ids
   from sharding import distributed
 
-  main_process = distributed.is_main()
-  say = cli.log if main_process else lambda text: None
+  say = cli.log if distributed.is_main() else lambda text: None
   begin = time.perf_counter()
   model, plan = load(path)
-  name = epath.Path(path).name
-  say(f'loaded {name} in {time.perf_counter() - begin:.1f} s')
+  say(f'loaded {path} in {time.perf_counter() - begin:.1f} s')
   if _LOAD_FORMAT.value == 'dummy':
     say('random weights: the answers mean nothing')
   drafts = _DRAFTS.value
@@ -356,13 +338,10 @@ def serve(path: str, keys: tuple[str, ...]) -> bool:
   wires = []
   if jax.process_count() > 1:
     wires = lockstep.join(distributed.main_address())
-  if not main_process:
+  if not distributed.is_main():
     starting.leave_signals_to_process_0()
     lockstep.follow(Engine(model, config, plan), *wires)
     return True
-  tokenizer = Tokenizer.load(path, eos_token_ids=eos)
-  if tokenizer is None:
-    say('no tokenizer: completions take and give token ids alone')
   engine = starting.start_engine(
     model,
     config,
@@ -372,42 +351,49 @@ def serve(path: str, keys: tuple[str, ...]) -> bool:
     tune=_TUNE.value,
     tuning_file=_TUNING.value,
   )
-  served = http.ServedModel(
-    names=tuple(_NAMES.value) or (name,),
+  return answer_requests(engine, description(path, model, size, eos), keys, {
+    'max_model_len': size.max_model_len,
+    'num_pages': size.num_pages,
+    'concurrency': size.concurrency,
+    'num_speculative_tokens': drafts,
+    'kv_cache_dtype': dtype,
+  })  # fmt: skip
+
+
+def description(path: str, model, size, eos: tuple[int, ...]):
+  """The model as the API shows it."""
+  from glm_jax.serving import http, starting
+  from glm_jax.text import Tokenizer
+
+  tokenizer = Tokenizer.load(path, eos_token_ids=eos)
+  if tokenizer is None:
+    cli.log('no tokenizer: completions take and give token ids alone')
+  return http.ServedModel(
+    names=tuple(_NAMES.value) or (epath.Path(path).name,),
     vocab_size=model.config.vocab_size,
     max_model_len=size.max_model_len,
     tokenizer=tokenizer,
     eos_ids=eos,
     sampling=starting.sampling_defaults(path),
   )
-  about = {
-    'model': served.names[0],
-    'max_model_len': size.max_model_len,
-    'num_pages': size.num_pages,
-    'concurrency': size.concurrency,
-    'num_speculative_tokens': drafts,
-    'kv_cache_dtype': dtype,
-  }
-  return answer_requests(engine, served, keys, about)
 
 
 def main() -> bool:
   keys, path = read_keys(_KEYS.value), model_path()
   try:
-    from glm_jax.serving import http, lockstep  # noqa: F401 (the extra)
+    from glm_jax.serving import http, lockstep, starting  # noqa: F401
   except ModuleNotFoundError as error:
     raise cli.UserError(
       f"serving needs {error.name}: pip install 'glm-jax[serve]'"
     ) from None
   from sharding import distributed, launching
 
-  set_up()
+  starting.set_up(_COMPILED.value)
   try:
     with launching.processes():
       return serve(path, keys)
   except lockstep.PodError as error:
-    lost = isinstance(error, lockstep.PeerLost)
-    distributed.fail(str(error), peer_lost=lost)
+    distributed.fail(str(error))
 
 
 if __name__ == '__main__':

@@ -105,15 +105,12 @@ def least(value: int) -> int:
   return int(multihost_utils.process_allgather(np.int32(value)).min())
 
 
-def fail(message: str, *, peer_lost: bool) -> NoReturn:
+def fail(message: str) -> NoReturn:
   """Ends this process, and thereby all others, in one line on stderr.
 
-  Args:
-    message: the line.
-    peer_lost: a peer is gone: the watch says which, given a moment.
+  If a peer is gone that is the cause, and the watch says so within a moment.
   """
-  if peer_lost:
-    time.sleep(_GRACE_SECONDS)
+  time.sleep(_GRACE_SECONDS)
   sys.stderr.write(f'{message}\n')
   sys.stderr.flush()
   os._exit(1)

@@ -35,11 +35,7 @@ _KEY_BYTES = 32
 
 
 class PodError(RuntimeError):
-  """The processes of the pod do not agree; nothing can be served."""
-
-
-class PeerLost(PodError):
-  """A process of the pod is gone."""
+  """A process of the pod is lost or out of step; nothing can be served."""
 
 
 class _AskedElsewhere:
@@ -130,7 +126,7 @@ class Leader:
       try:
         connection.send_bytes(data)
       except OSError as error:
-        raise PeerLost(
+        raise PodError(
           f'process {number} of the pod is lost: {error}'
         ) from error
 
@@ -176,7 +172,7 @@ def _receive(leader: Connection) -> tuple:
   try:
     return pickle.loads(leader.recv_bytes())
   except (EOFError, OSError) as error:
-    raise PeerLost(f'process 0 of the pod is lost: {error}') from error
+    raise PodError(f'process 0 of the pod is lost: {error}') from error
 
 
 def _check_equal(own: object, leaders: object) -> None:

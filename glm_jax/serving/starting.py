@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -46,6 +49,19 @@ def limits(seqs: int | None, rows: int | None, compact: bool | None) -> Limits:
     default(rows, 128 if cpu else 512),
     default(compact, cpu),
   )
+
+
+def set_up(compilation_cache_dir: str) -> None:
+  """Logging, and the folder that keeps compiled programs; '' for none."""
+  logging.basicConfig(
+    level=logging.WARNING,
+    stream=sys.stderr,
+    format='%(asctime)s %(levelname)s %(name)s: %(message)s',
+  )
+  logging.getLogger('glm_jax').setLevel(logging.INFO)
+  if compilation_cache_dir:
+    folder = epath.Path(compilation_cache_dir).expanduser()
+    jax.config.update('jax_compilation_cache_dir', os.fspath(folder))
 
 
 def leave_signals_to_process_0() -> None:

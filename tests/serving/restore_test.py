@@ -29,7 +29,7 @@ class RestoreTest(parameterized.TestCase):
     report = suite.run(request, lambda *_: None)
     cases = [(row.case, row.system) for row in report.rows]
     assert cases[:2] == [('restore', 'restored'), ('restore', 'recomputed')]
-    assert len(cases) == 2 + 3 * 2 * 2
+    assert len(cases) == 2 + 2 * 2 * 2
     restored = report.rows[0].details
     assert restored['speedup'] > 1 and restored['pinned']
     assert 'speedup' in report.table(suite.COLUMNS['run'])
