@@ -17,6 +17,7 @@ import numpy as np
 
 from glm_jax import drafting
 from glm_jax.cache import Cache, init_cache, make_rows
+from glm_jax.compiling import StepJit
 from glm_jax.model import Model, head, trunk
 from glm_jax.plan import LocalPlan
 from glm_jax.sampling import Purpose, SamplingParams, draw
@@ -66,7 +67,7 @@ class DecodeState:
 
 
 @functools.partial(
-  jax.jit,
+  StepJit,
   static_argnames=('plan', 'with_drafter'),
   donate_argnames='cache',
 )
@@ -105,7 +106,7 @@ def prefill_step(
   return cache
 
 
-@functools.partial(jax.jit, static_argnames='plan', donate_argnames='state')
+@functools.partial(StepJit, static_argnames='plan', donate_argnames='state')
 def decode_step(
   model: Model,
   state: DecodeState,

@@ -167,11 +167,13 @@ def parse(text: str) -> Module:
     header = _HEADER.match(line)
     if header:
       is_entry, name, lines = bool(header[1]), header[2], []
-    elif name and line.startswith('}'):
+    elif name and line.startswith('}') and not line.startswith('}}'):
       computation = _computation(name, lines)
       computations[name] = computation
       entry = computation if is_entry else entry
       name = None
+    elif name and lines and not line.startswith(' '):
+      lines[-1] += line  # what a kernel says of itself may take lines
     elif name:
       lines.append(line)
   if entry is None:

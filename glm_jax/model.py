@@ -189,14 +189,14 @@ def run_layers(
       own = replay[ids.index]
     following = layer_ids(plan, min(layer + 1, plan.num_latent_slots - 1))
     full = plan.is_full(following.latent)
-    cache, ahead = step.plan.fetch(
-      cache, following.latent, following.index if full else None
+    x, cache, ahead = step.plan.fetch(
+      x, cache, following.latent, following.index if full else None
     )
     block = step.plan.weights(layer_block(model, layer), len(x))
     x, cache, selection, captured = block(
       x, cache, selection, ids, model.experts, step, own
     )
-    cache = step.plan.arrive(cache, ahead)
+    x, cache = step.plan.arrive(x, cache, ahead)
     for name, value in captured.items():
       kept.setdefault(name, []).append(value)
   after = layers.stop
@@ -229,7 +229,8 @@ def _scan_groups(model, x, cache, step, replay):
       )
       # The next group's first layer is full, as is the drafter at the end.
       full = fulls[(j + 1) % size]
-      cache, ahead = step.plan.fetch(
+      x, cache, ahead = step.plan.fetch(
+        x,
         cache,
         jnp.minimum(ids.latent + 1, last.latent),
         jnp.minimum(ids.index + 1, last.index) if full else None,
@@ -238,7 +239,7 @@ def _scan_groups(model, x, cache, step, replay):
       x, cache, selection, captured = block(
         x, cache, selection, ids, model.experts, step, mine
       )
-      cache = step.plan.arrive(cache, ahead)
+      x, cache = step.plan.arrive(x, cache, ahead)
       for name, value in captured.items():
         kept.setdefault(name, []).append(value)
     return (x, cache), {k: jnp.stack(v) for k, v in kept.items()}

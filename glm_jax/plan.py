@@ -166,22 +166,32 @@ class LocalPlan:
     """
     return cache, rows
 
-  def fetch(self, cache: Cache, layer, index_slot):
+  def fetch(self, x: jax.Array, cache: Cache, layer, index_slot):
     """Sends for the next layer's rows while this layer computes.
 
     Args:
+      x: [T, D] what this layer reads.
       cache: the cache.
       layer: the next layer's slot in the latent pool.
       index_slot: its slot in the index-key pool, None if it is shared.
 
     Returns:
-      The cache, and what `arrive` takes after this layer.
+      x and the cache, to be used from here on, and what `arrive` takes.
     """
-    return cache, None
+    return x, cache, None
 
-  def arrive(self, cache: Cache, ahead) -> Cache:
-    """Puts what was sent for where the next layer reads it."""
-    return cache
+  def arrive(self, x: jax.Array, cache: Cache, ahead):
+    """Puts what was sent for where the next layer reads it.
+
+    Args:
+      x: [T, D] what this layer made.
+      cache: the cache.
+      ahead: of `fetch`.
+
+    Returns:
+      x and the cache.
+    """
+    return x, cache
 
   def end(self, cache: Cache) -> Cache:
     """Ends a pass: drops what was fetched."""

@@ -22,6 +22,7 @@ from glm_jax import cache as cache_lib
 from glm_jax import drafting
 from glm_jax.acceptance import judge, next_draft_count
 from glm_jax.cache import Cache, make_rows
+from glm_jax.compiling import StepJit
 from glm_jax.decoding import DecodeState, is_end
 from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
@@ -156,7 +157,7 @@ def verify(
 
 
 @functools.partial(
-  jax.jit,
+  StepJit,
   static_argnames=('plan', 'options', 'adaptive'),
   donate_argnames='state',
 )

@@ -20,9 +20,9 @@ from absl import flags
 
 from glm_jax import cli
 from glm_jax.benchmarks import SUITES, Device, Request, load_suite
+from glm_jax.compiling import compiler_options
 from pallas_kernels.block_sizes import GENERATIONS
 from sharding.chips import CHIPS, chip_named
-from sharding.compiler_options import compiler_options
 
 _SUITE = flags.DEFINE_string('suite', 'op', f'One of {", ".join(SUITES)}.')
 _OP = flags.DEFINE_list(

@@ -39,13 +39,13 @@ class Replicated(ShardedPlan):
     """Nothing to fetch."""
     return cache, rows
 
-  def fetch(self, cache, layer, index_slot):
+  def fetch(self, x, cache, layer, index_slot):
     """Nothing to fetch."""
-    return cache, None
+    return x, cache, None
 
-  def arrive(self, cache, ahead):
+  def arrive(self, x, cache, ahead):
     """Nothing was fetched."""
-    return cache
+    return x, cache
 
   def end(self, cache):
     """Nothing was fetched."""

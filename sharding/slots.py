@@ -71,13 +71,13 @@ class SlotPlan(ShardedPlan, abc.ABC):
       cache = dataclasses.replace(cache, slot=slot)
     return cache, rows
 
-  def fetch(self, cache: ShardedCache, layer, index_slot):
+  def fetch(self, x, cache: ShardedCache, layer, index_slot):
     """Sends for the next layer, or notes it down with one slot."""
     if self.slots == 1:
-      return cache, (layer, index_slot)
-    return self._fetch(cache, layer, index_slot)
+      return x, cache, (layer, index_slot)
+    return x, *self._fetch(cache, layer, index_slot)
 
-  def arrive(self, cache: ShardedCache, ahead) -> ShardedCache:
+  def arrive(self, x, cache: ShardedCache, ahead):
     """The layer that was sent for is the one that computes next."""
     if self.slots == 1:
       cache, ahead = self._fetch(cache, *ahead)
@@ -87,7 +87,7 @@ class SlotPlan(ShardedPlan, abc.ABC):
       ahead = ahead._replace(
         index_keys=old.index_keys, index_scales=old.index_scales
       )
-    return dataclasses.replace(cache, slot=ahead)
+    return x, dataclasses.replace(cache, slot=ahead)
 
   def end(self, cache: ShardedCache) -> ShardedCache:
     """Drops the slot."""

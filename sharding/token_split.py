@@ -11,8 +11,9 @@ A step moves either results or rows:
               and the shares are merged by lse. Decode, verify and draft steps
               do this, and prefill chunks where it is fewer bytes.
     rows      every rank computes its own rows and reads whole layers, which
-              are all-gathered ahead into slots (`sharding.slots`). Long
-              chunks do this where it is fewer bytes (`movement`).
+              are all-gathered ahead into slots (`sharding.slots`), on TPUs
+              by kernels (`sharding.remote_gather`). Long chunks do this
+              where it is fewer bytes (`movement`).
 
 Who computes which queries: the linear layers of a split step run each row on
 one rank, those of a whole step all rows on all ranks; scores and attention as
@@ -38,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
 from pallas_kernels.tiling import PAGE, within_pool
-from sharding import partials
+from sharding import kernel_fetch, partials
 from sharding.collectives import gather_shards, rank_index
 from sharding.deal import Deal
 from sharding.mesh import MODEL, ways
@@ -128,15 +129,29 @@ class TokenSplit(SlotPlan):
       return cache, partials.deal_rows(self, rows)
     return super().begin(cache, rows, layer, index_slot)
 
-  def fetch(self, cache, layer, index_slot):
+  def fetch(self, x, cache, layer, index_slot):
     """Sends for the next layer where rows move."""
     if cache.slot is None:
-      return cache, None
-    return super().fetch(cache, layer, index_slot)
+      return x, cache, None
+    if self.slots == 1 or not kernel_fetch.possible(self, cache):
+      return super().fetch(x, cache, layer, index_slot)
+    with jax.named_scope('fetch'):
+      return kernel_fetch.depart(self, x, cache, layer, index_slot)
 
-  def arrive(self, cache, ahead):
+  def arrive(self, x, cache, ahead):
     """Takes in the next layer where rows move."""
-    return cache if cache.slot is None else super().arrive(cache, ahead)
+    if cache.slot is None:
+      return x, cache
+    if isinstance(ahead, list):
+      with jax.named_scope('fetch'):
+        x, cache, ahead = kernel_fetch.land(self, x, cache, ahead)
+    return super().arrive(x, cache, ahead)
+
+  def _fetch(self, cache, layer, index_slot):
+    if not kernel_fetch.possible(self, cache):
+      return super()._fetch(cache, layer, index_slot)
+    with jax.named_scope('fetch'):
+      return kernel_fetch.begin(self, cache, layer, index_slot)
 
   def deal_of(self, pool: Pool) -> Deal:
     """How a pool's pages are dealt."""

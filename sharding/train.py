@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from glm_jax.compiling import StepJit
 from glm_jax.config import ModelConfig
 from glm_jax.training.config import Stage, TrainConfig
 from glm_jax.training.parameters import Layout
@@ -150,7 +151,7 @@ def make_sharded_step(
   stage = over_mesh(stage)
   check_stage(stage, mesh)
   like = abstract_state(config, mesh, rules)
-  step = jax.jit(
+  step = StepJit(
     step_function(config, stage, train_plan(config.model, mesh, rules)),
     donate_argnums=0,
     out_shardings=(jax.tree.map(lambda a: a.sharding, like), None),

@@ -106,8 +106,8 @@ def passes(model, plan, lengths=LENGTHS, rounds=2, decode=True):
 
 
 @functools.cache
-def expected_passes(deep=False):
-  return passes(model(deep), LocalPlan(), decode=deep)
+def expected_passes(deep=False, rounds=2):
+  return passes(model(deep), LocalPlan(), rounds=rounds, decode=deep)
 
 
 def captured(model, plan, lengths=(150, 90)):

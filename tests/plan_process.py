@@ -1,10 +1,10 @@
 """One of several processes of a test; `processes.Pair` gives each its devices.
 
-  plan_process.py HOST:PORT NUM_PROCESSES PROCESS_ID MODE [PATH]
+  plan_process.py HOST:PORT NUM_PROCESSES PROCESS_ID MODE [PATH [CASE]]
 
-`work` multiplies until it is killed; `case` runs a plan over all devices of
-all processes and process 0 writes what came out; `save` and `restore` write
-and read a checkpoint, each process its own parts.
+`work` multiplies until it is killed; `case` runs a plan of `CASES` over all
+devices of all processes and process 0 writes what came out; `save` and
+`restore` write and read a checkpoint, each process its own parts.
 """
 
 import os
@@ -20,10 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from sharding import distributed, make_mesh  # noqa: E402
 
-SHAPES = {'case': (1, 8, 1)}
+CASES = {
+  'partials': ('token_split', (1, 8, 1), {'move': 'partials'}),
+  'rows': ('token_split', (2, 2, 2), {'move': 'rows'}),
+  'layers': ('layer_split', (2, 4, 1), {}),
+}
 
 
-def work(path):
+def work():
   mesh = make_mesh()
   split = NamedSharding(mesh, PartitionSpec('context'))
   x = jax.jit(lambda: jnp.ones(8), out_shardings=split)()
@@ -33,11 +37,11 @@ def work(path):
     x = jax.block_until_ready(step(x))
 
 
-def case(path):
+def case(path, name):
   import plan_cases
 
-  shape = SHAPES['case']
-  plan = plan_cases.make_plan('token_split', shape)
+  plan, shape, options = CASES[name]
+  plan = plan_cases.make_plan(plan, shape, **options)
   model = plan_cases.placed_model(shape)
   out = plan_cases.passes(model, plan, decode=False)
   if distributed.is_main():
@@ -70,12 +74,12 @@ def restore(path):
 
 
 def main():
-  address, count, me, mode, *path = sys.argv[1:]
+  address, count, me, mode, *rest = sys.argv[1:]
   started = distributed.start(
     address, int(count), int(me), heartbeat_seconds=10
   )
   assert started == int(count)
-  globals()[mode](path[0] if path else None)
+  globals()[mode](*rest)
   distributed.finish()
 
 

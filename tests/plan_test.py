@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from glm_jax import presets
 from glm_jax.cache import init_cache
+from glm_jax.compiling import compiler_options
 from sharding import accountant, capacity, make_mesh, plan_named
 from sharding.chips import CHIPS
-from sharding.compiler_options import compiler_options
 from sharding.mesh import MeshShape
 from sharding.planner import meshes, process, report, search, steps, topology
 from sharding.planner.plan import PodPlan

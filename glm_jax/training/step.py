@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm_jax import losses
+from glm_jax.compiling import StepJit
 from glm_jax.layer_plan import layer_plan
 from glm_jax.model import Model
 from glm_jax.plan import LOCAL, LocalPlan
@@ -152,7 +153,7 @@ def _draft_loss(model, windows, hidden, stage, options, offset):
 @functools.lru_cache(16)
 def make_step(config: TrainConfig, stage: Stage) -> Callable:
   """The compiled step of a stage on one device; the state is donated."""
-  return jax.jit(step_function(config, stage), donate_argnums=0)
+  return StepJit(step_function(config, stage), donate_argnums=0)
 
 
 def step_function(

@@ -6,7 +6,8 @@ its end takes at least as long as its bytes take on a link (design section
 instruction hides one transfer only: transfers share the links, so two that
 are under way together need the sum of their times.
 
-A SparseCore transfer starts at its `async-update`, which carries the
+Copies that a kernel starts end at the kernel that takes its semaphores. A
+SparseCore transfer starts at its `async-update`, which carries the
 operands; the `async-start` above it moves nothing.
 """
 
@@ -174,6 +175,8 @@ def _collective(module: Module, instruction: Instruction):
 def _window(frame, instruction, place) -> tuple[int, int]:
   """Where a transfer starts and ends in the schedule; equal if it blocks."""
   begin = place[instruction.name]
+  if instruction.opcode == 'custom-call':
+    return begin, place.get(_waits(frame, instruction), begin)
   if not instruction.opcode.endswith('-start'):
     return begin, begin
   name = instruction.name
@@ -186,6 +189,18 @@ def _window(frame, instruction, place) -> tuple[int, int]:
     if after[0].opcode.endswith('-done'):
       return begin, place[name]
     begin = place[name]
+
+
+def _waits(frame: Frame, start: Instruction) -> str | None:
+  """The kernel that takes the semaphores of one that starts copies."""
+  users = frame.computation.users
+  for part in users.get(start.name, []):
+    is_semaphore = part.arrays[0].on_chip and part.arrays[0].dims == ()
+    if part.opcode == 'get-tuple-element' and is_semaphore:
+      for user in users.get(part.name, []):
+        if user.opcode == 'custom-call':
+          return user.name
+  return None
 
 
 def _remote_bytes(call: Instruction) -> float:

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from glm_jax import hlo
+from glm_jax.compiling import compiler_options
 from pallas_kernels.dispatch import choices
 from sharding.chips import chip_named
-from sharding.compiler_options import compiler_options
 from sharding.planner import steps
 from sharding.planner.cost import Loops, module_cost
 from sharding.planner.request import PlanRequest

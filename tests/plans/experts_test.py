@@ -96,8 +96,11 @@ class ExpertsTest(parameterized.TestCase):
     self.assertNotIn('overflow', text)
     self.assertIn('all_to_all', text)
 
-  def test_fp8_blocks(self):
+  @pytest.mark.long
+  def test_fp8_blocks_split_step(self):
     self.check((1, 8, 1), 'random', block=(16, 16), min_rows=2)
+
+  def test_fp8_blocks(self):
     self.check((1, 2, 4), 'random', block=(16, 16))
     with self.assertRaisesRegex(ValueError, 'cut through fp8 blocks of 32'):
       self.check((1, 2, 4), 'random', block=(32, 32))

@@ -51,10 +51,11 @@ class DeathTest(parameterized.TestCase):
     distributed.finish()
 
 
-class EqualTest(absltest.TestCase):
+class EqualTest(parameterized.TestCase):
+  @parameterized.parameters('partials', 'rows', 'layers')
   @pytest.mark.long
-  def test_two_processes_give_what_one_device_gives(self):
-    pair = Pair(self, 'case', os.path.join(self._folder(), 'out.npz'))
+  def test_two_processes_give_what_one_device_gives(self, case):
+    pair = Pair(self, 'case', os.path.join(self._folder(), 'out.npz'), case)
     pair.finish(1800)
     found = np.load(os.path.join(self.path, 'out.npz'))
     for i, pair in enumerate(plan_cases.expected_passes()):

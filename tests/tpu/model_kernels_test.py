@@ -19,6 +19,7 @@ from glm_jax import presets
 from glm_jax.benchmarks.compiled import compile_for
 from glm_jax.benchmarks.work import size
 from glm_jax.cache import init_cache
+from glm_jax.compiling import compiler_options
 from glm_jax.decoding import DecodeState, decode_step, prefill_step
 from glm_jax.model import abstract_model
 from glm_jax.plan import LocalPlan
@@ -31,7 +32,6 @@ from pallas_kernels import (
   topk_gather_attention,
 )
 from pallas_kernels.tiling import PAGE
-from sharding.compiler_options import compiler_options
 
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')

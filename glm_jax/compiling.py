@@ -1,4 +1,4 @@
-"""Options of the TPU compiler that every program of ours is compiled with.
+"""Options of the TPU compiler that every step of ours is compiled with.
 
 The planner, the launchers and the tests take them from here, so that what was
 planned is what runs. They go into `compiler_options` of `jax.jit` or of
@@ -7,7 +7,11 @@ planned is what runs. They go into `compiler_options` of `jax.jit` or of
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from pallas_kernels.block_sizes import GENERATIONS
 
@@ -41,3 +45,32 @@ def compiler_options(platform: str) -> dict[str, Any]:
   """
   name = GENERATIONS.get(platform, platform).partition(':')[0]
   return dict(_OPTIONS.get(name, {}))
+
+
+class StepJit:
+  """`jax.jit` of a step with the options of the default device's platform.
+
+  Devices are looked up at the first call, not when a module is imported.
+  """
+
+  def __init__(self, function: Callable, **options):
+    """Takes what `jax.jit` takes."""
+    functools.update_wrapper(self, function)
+    self._function, self._options = function, options
+
+  @functools.cached_property
+  def _jitted(self):
+    chosen = compiler_options(jax.devices()[0].device_kind)
+    return jax.jit(
+      self._function, compiler_options=chosen or None, **self._options
+    )
+
+  def __call__(self, *args, **kwargs):
+    """Runs the step."""
+    return self._jitted(*args, **kwargs)
+
+  def __getattr__(self, name: str):
+    """`lower`, `trace` and all else of the jitted function."""
+    if name.startswith('__') or name in ('_function', '_options'):
+      raise AttributeError(name)
+    return getattr(self._jitted, name)
