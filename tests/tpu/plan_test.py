@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm_jax import hlo, presets
-from pallas_kernels.streaming_topk.select import LANES, sizes_of
+from pallas_kernels.streaming_topk.sizes import LANES, sizes_of
 from sharding import accountant, plan_pod
 from sharding.chips import chip_named
 from sharding.planner.cost import module_cost
