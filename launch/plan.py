@@ -36,7 +36,10 @@ _CONTEXT = flags.DEFINE_integer(
 )
 _BATCH = flags.DEFINE_integer('batch', 1, 'Sequences.')
 _STEP = flags.DEFINE_enum(
-  'step', 'decode', ['decode', 'verify', 'prefill', 'train'], 'What to compile.'
+  'step',
+  'decode',
+  ['decode', 'verify', 'prefill', 'serve', 'train'],
+  "What to compile; 'serve' is the step of launch/serve.py.",
 )
 _CACHE_PLAN = flags.DEFINE_enum(
   'cache_plan',
@@ -45,7 +48,9 @@ _CACHE_PLAN = flags.DEFINE_enum(
   'How the cache is split.',
 )
 _DRAFTS = flags.DEFINE_integer(
-  'num_speculative_tokens', None, 'Drafts of a verify step. Default: 3.'
+  'num_speculative_tokens',
+  None,
+  'Drafts of a verify (default: 3) or serve step.',
 )
 _CACHE_DTYPE = flags.DEFINE_string(
   'kv_cache_dtype', 'auto', "'auto', 'bf16', 'f32' or 'fp8'."
@@ -54,7 +59,10 @@ _WEIGHT_DTYPE = flags.DEFINE_string(
   'weight_dtype', 'auto', "'auto' (the config's), 'bf16', 'f32' or 'fp8'."
 )
 _CHUNK = flags.DEFINE_integer(
-  'chunk', None, 'Rows of a prefill step. Default: 256 a device.'
+  'chunk',
+  None,
+  'Rows of a prefill step (default: 256 a device); prompt rows of a serve '
+  'step (default: 512).',
 )
 _SLOTS = flags.DEFINE_integer(
   'slots', None, 'Transient layers of a plan that moves rows: 1 or 2.'

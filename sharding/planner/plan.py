@@ -92,6 +92,8 @@ class PodPlan:
       # Backward costs two forwards.
       rows = accountant.rows_flops(config, 0, r.context)
       return rows * (3 * r.batch)
+    if r.step == 'serve':
+      return self._serve_flops()
     rows = r.chunk // r.batch
     first = max(r.context - rows, 0)
     total = accountant.rows_flops(config, first, rows, head=False)
@@ -100,6 +102,18 @@ class PodPlan:
         config, first, rows, head=False, drafter=True
       )
     return total * r.batch
+
+  def _serve_flops(self) -> accountant.Flops:
+    """Decoding requests, and one request's prompt rows beside them."""
+    decoding = dataclasses.replace(
+      self.request,
+      step='verify' if self.request.num_speculative_tokens else 'decode',
+    )
+    total = dataclasses.replace(self, request=decoding).model_flops
+    if not self.request.chunk:
+      return total
+    prompt = dataclasses.replace(self.request, step='prefill', batch=1)
+    return total + dataclasses.replace(self, request=prompt).model_flops
 
   def flops_per_token(self, counting: str = 'absorbed') -> float:
     """Trunk FLOPs of the token at the end of the context."""

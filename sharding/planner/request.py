@@ -11,7 +11,8 @@ from pallas_kernels.tiling import PAGE
 from sharding.mesh import MeshShape
 from sharding.planner.topology import num_devices
 
-STEPS = ('decode', 'verify', 'prefill', 'train')
+STEPS = ('decode', 'verify', 'prefill', 'serve', 'train')
+_SERVE_ROWS = 512  # prompt rows of a server's step, unless asked for
 CACHE_PLANS = ('token_split', 'layer_split', 'replicated')
 
 
@@ -25,13 +26,14 @@ class PlanRequest:
     mesh: sizes of the mesh axes.
     context: cached tokens of a sequence; of 'train', tokens of a window.
     batch: sequences.
-    step: one of `STEPS`.
+    step: one of `STEPS`; 'serve' is the server's: `batch` requests decode and
+      `chunk` prompt rows run beside them.
     cache_plan: one of `CACHE_PLANS`.
-    num_speculative_tokens: drafts of a 'verify' round.
+    num_speculative_tokens: drafts of a 'verify' round or a 'serve' step.
     kv_cache_dtype: 'auto', 'bf16', 'f32' or 'fp8'.
     weight_dtype: 'auto', 'bf16', 'f32' or 'fp8'.
     chunk: rows of a 'prefill' step, all sequences together; None for 256 a
-      device, the least for which rows are split.
+      device, the least for which rows are split. Of 'serve', 0 or more.
     implementation: of the ops; None for TPU kernels where there are some.
     slots: transient layer slots of a plan that moves rows ahead; None for
       the plan's own number.
@@ -60,9 +62,11 @@ class PlanRequest:
         )
     if self.chunk is None:
       whole = self.batch * self.context
-      object.__setattr__(self, 'chunk', min(256 * self.mesh.size, whole))
+      rows = 256 * self.mesh.size if self.step != 'serve' else _SERVE_ROWS
+      object.__setattr__(self, 'chunk', min(rows, whole))
     for name in ('context', 'batch', 'chunk'):
-      if getattr(self, name) < 1:
+      least = 0 if (name, self.step) == ('chunk', 'serve') else 1
+      if getattr(self, name) < least:
         raise ValueError(f'{name}={getattr(self, name)} must be positive')
     cache_dtype(self.config, self.kv_cache_dtype)
     weight_init(self.config, 'auto', self.weight_dtype)
@@ -76,15 +80,16 @@ class PlanRequest:
 
   def _check_drafts(self):
     drafts = self.num_speculative_tokens
-    if self.step == 'verify':
+    if self.step == 'verify' or (self.step == 'serve' and drafts):
       if not self.config.mtp.num_layers:
         raise ValueError(
-          "step='verify' needs a drafter: the config has "
+          f'step={self.step!r} with drafts needs a drafter: the config has '
           'num_nextn_predict_layers=0'
         )
       if not 1 <= drafts <= 8:
         raise ValueError(
-          f"num_speculative_tokens={drafts} must be 1 to 8 for step='verify'"
+          f'num_speculative_tokens={drafts} must be 1 to 8 for '
+          f'step={self.step!r}'
         )
     elif drafts and self.step == 'decode':
       raise ValueError(
@@ -99,11 +104,13 @@ class PlanRequest:
       'decode': self.batch,
       'verify': self.batch * (self.num_speculative_tokens + 1),
       'prefill': self.chunk,
+      'serve': self.batch * (self.num_speculative_tokens + 1) + self.chunk,
       'train': self.batch * self.context,
     }[self.step]
 
   @property
   def pages(self) -> int:
     """Pages of a sequence, with room for drafted rows."""
-    room = self.num_speculative_tokens if self.step == 'verify' else 0
+    drafts = self.num_speculative_tokens
+    room = drafts if self.step in ('verify', 'serve') else 0
     return -(-(self.context + room) // PAGE)

@@ -22,6 +22,7 @@ from glm_jax.speculative import SpeculativeState, speculative_step
 from pallas_kernels.grouped_matmul.xla import default_tile
 from sharding.base import ShardedPlan
 from sharding.mesh import make_mesh
+from sharding.planner.engine_step import serve_call
 from sharding.planner.request import PlanRequest
 from sharding.planner.topology import topology_devices
 from sharding.planner.train_step import train_call
@@ -86,10 +87,7 @@ def lower(request: PlanRequest) -> Step:
     plan.rules,
   )
   cache, slots = abstract_cache(request, plan)
-  function, arguments = _call(request, model, cache, mesh)
-  options = {}
-  if request.step == 'prefill':
-    options['with_drafter'] = model.mtp is not None
+  function, arguments, options = _call(request, model, cache, mesh)
   traced = function.trace(*arguments, plan=plan, **options)
   held = {'weights': device_bytes(model), 'cache': device_bytes(cache)}
   held['state'] = device_bytes(arguments) - sum(held.values())
@@ -159,7 +157,9 @@ def abstract_cache(
 
 
 def _call(request, model: Model, cache, mesh: Mesh):
-  """The step's function and its arguments."""
+  """The step's function, its arguments, and its options but the plan."""
+  if request.step == 'serve':
+    return serve_call(request, model, cache, mesh)
   B = request.batch
   whole = NamedSharding(mesh, PartitionSpec())
   shape = lambda dims, dtype=jnp.int32: jax.ShapeDtypeStruct(
@@ -168,7 +168,8 @@ def _call(request, model: Model, cache, mesh: Mesh):
   table = shape((B, request.pages))
   if request.step == 'prefill':
     rows = [shape((request.chunk,)) for _ in range(3)]
-    return prefill_step, (model, cache, table, *rows)
+    options = {'with_drafter': model.mtp is not None}
+    return prefill_step, (model, cache, table, *rows), options
   state = DecodeState(
     cache,
     table,
@@ -180,7 +181,7 @@ def _call(request, model: Model, cache, mesh: Mesh):
     params=jax.tree.map(lambda a: shape(a.shape, a.dtype), sampling_params(B)),
   )
   if request.step == 'decode':
-    return decode_step, (model, state)
+    return decode_step, (model, state), {}
   K = request.num_speculative_tokens
   state = SpeculativeState(
     decode=state,
@@ -192,7 +193,7 @@ def _call(request, model: Model, cache, mesh: Mesh):
     pending=shape((B,)),
     draft_count=shape((B,)),
   )
-  return speculative_step, (model, state, shape((B, K)))
+  return speculative_step, (model, state, shape((B, K))), {}
 
 
 def unread(traced, arguments: Any) -> int:
@@ -224,7 +225,7 @@ def data_loops(request: PlanRequest) -> dict[str, float]:
   return {
     'overflow': 0,
     r'feed_forward/.*while$': expert_tiles(request),
-    r'^jit\(speculative_step\)/while$': drafts,
+    r'^jit\((speculative|engine)_step\)/while$': drafts,
   }
 
 
