@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import socket
 import threading
+import time
 
 from chat_tokenizer import tokenizer
 from scripted_engine import VOCAB
@@ -96,3 +98,33 @@ def chat(server, messages='Hi', **more):
   got = ask(server, '/v1/chat/completions', {'messages': messages, **more})
   assert got.status == 200, got.body
   return got
+
+
+def until(condition, seconds=10.0):
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def connect(server, data=b'', buffer=None):
+  host, port = server.url.removeprefix('http://').split(':')
+  with socket.socket() as made:
+    made.settimeout(20)
+    if buffer is not None:  # Has an effect before connecting only.
+      made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    made.connect((host, int(port)))
+    made.sendall(data)
+    yield made
+
+
+def post(path, body, length=None):
+  """Bytes of a request."""
+  body = body if isinstance(body, bytes) else json.dumps(body).encode()
+  length = len(body) if length is None else length
+  head = (
+    f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
+    f'Content-Length: {length}\r\n\r\n'
+  )
+  return head.encode() + body

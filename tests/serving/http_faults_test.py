@@ -1,17 +1,14 @@
-"""Bad requests, clients that leave, limits, keys, and the end."""
+"""Bad requests, clients that leave, limits and keys."""
 
-import asyncio
 import base64
 import contextlib
 import json
 import logging
 import resource
-import socket
 import threading
-import time
 
 import pytest
-from http_server import MODEL, ask, chat, serve
+from http_server import MODEL, ask, chat, connect, post, serve, until
 from scripted_engine import ScriptedEngine
 
 HI = [{'role': 'user', 'content': 'Hi'}]
@@ -23,36 +20,6 @@ TEXT = '/v1/completions'
 def reset(engine):
   engine.answer, engine.step_tokens, engine.delay = 'Hello', 1, 0.0
   engine.limit, engine.fail = 1000, None
-
-
-def until(condition, seconds=10.0):
-  end = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < end
-    time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def connect(server, data=b'', buffer=None):
-  host, port = server.url.removeprefix('http://').split(':')
-  with socket.socket() as made:
-    made.settimeout(20)
-    if buffer is not None:  # Has an effect before connecting only.
-      made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    made.connect((host, int(port)))
-    made.sendall(data)
-    yield made
-
-
-def post(path, body, length=None):
-  """Bytes of a request."""
-  body = body if isinstance(body, bytes) else json.dumps(body).encode()
-  length = len(body) if length is None else length
-  head = (
-    f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n'
-    f'Content-Length: {length}\r\n\r\n'
-  )
-  return head.encode() + body
 
 
 BAD = {
@@ -407,57 +374,3 @@ def test_a_thousand_connections(server, engine):
   finally:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
   until(lambda: not engine.open)
-
-
-def test_the_end_waits_for_running_requests():
-  engine = ScriptedEngine('Hello ' * 10, delay=0.02)
-  answers = []
-  with serve(engine, drain_seconds=20) as server:
-    for stream in (False, True):
-      body = {'messages': HI, 'stream': stream}
-      thread = threading.Thread(
-        target=lambda b: answers.append(ask(server, CHAT, b)), args=(body,)
-      )
-      thread.start()
-    until(lambda: len(engine.open) == 2)
-    assert ask(server, '/ready').status == 200
-    server.handle_exit(None, None)
-    until(lambda: refused(server))
-    until(lambda: len(answers) == 2)
-  assert all(answer.status == 200 for answer in answers)
-  assert set(engine.ended.values()) == {'stop'}
-
-
-def test_the_end_does_not_wait_for_ever():
-  engine = ScriptedEngine('Hello ' * 1000, delay=0.05)
-  with serve(engine, drain_seconds=0.5) as server:
-    with connect(server, post(CHAT, {'messages': HI, 'stream': True})):
-      until(lambda: engine.open)
-      server.handle_exit(None, None)
-      until(lambda: not engine.open, 5)
-  assert set(engine.ended.values()) == {'abort'}
-
-
-def refused(server):
-  try:
-    with connect(server):
-      return False
-  except ConnectionRefusedError:
-    return True
-
-
-def test_not_ready_while_it_drains(engine):
-  engine = ScriptedEngine()
-  with serve(engine) as server:
-    service = server.config.app.state.service
-    service.draining = True
-    got = ask(server, '/ready')
-    assert (got.status, got.json['error']['code']) == (503, 'not_ready')
-    got = ask(server, CHAT, {'messages': HI})
-    assert (got.status, got.json['error']['code']) == (503, 'draining')
-    assert got.headers['retry-after'] == '5'
-    assert ask(server, '/health').status == 200
-    service.draining = False
-    asyncio.run(engine.drain())
-    assert ask(server, '/ready').status == 503
-    assert ask(server, CHAT, {'messages': HI}).status == 503
