@@ -8,10 +8,9 @@ README = pathlib.Path(__file__).resolve().parents[2] / 'README.md'
 
 
 def test_the_curl_lines_of_the_readme(server, engine):
-  lines = (ROOT / 'README.md').read_text().split('## Serving')[1].splitlines()
-  code = '\n'.join(
-    line for line in lines if line.startswith('    ') or not line
-  )
+  section = README.read_text().split('## Serving')[1]
+  lines = [t for t in section.splitlines() if not t or t.startswith('    ')]
+  code = '\n'.join(lines)
   commands = [c for c in code.split('\n\n') if c.strip().startswith('curl')]
   assert len(commands) == 3
   engine.answer = 'hm</think>Hello'
