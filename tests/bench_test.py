@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from glm_jax.benchmarks import (
   Report,
   Request,
   Row,
+  comparisons,
   load_suite,
   op_suite,
   work,
@@ -109,7 +111,7 @@ class WorkTest(parameterized.TestCase):
   @parameterized.parameters(*(s.name for s in arg_specs.arg_specs()))
   def test_a_representative_is_the_same_op_in_small(self, name):
     spec = arg_spec(*name.split('/'))
-    small, times = work.representative(spec)
+    small, times = work.representative(spec, 1)
     self.assertGreaterEqual(times, 1)
     self.assertEqual(len(small.args), len(spec.args))
     for a, b in zip(small.args, spec.args):
@@ -234,6 +236,33 @@ class SuiteTest(absltest.TestCase):
     self.assertIn(
       'MISSED: indexer_scores/decode_8x1m bf16 on v6e: 2.00x', report.table()
     )
+
+  def test_comparisons_by_hand(self):
+    """A selection of 10 cycles a row; a scoring of 90 us, attention of 10."""
+    device = Device('v6e', bandwidth=1e12, flops=1e15, clock=1e9)
+    request = Request('compiled', (device,), command='c', date='d')
+    by_op = {'indexer_scores.1': 70, 'select_topk.1': 10}
+    kept = dict(cycles_by_op=by_op, simulated_share=1 / 8)
+    made = lambda case, us, details: Row(
+      'op', case, 'tpu', 'v6e', 'bf16', '', us, None, None, None, None,
+      'compiled', 'c', 'd', details,
+    )  # fmt: skip
+    rows = [
+      made('streaming_topk/decode_8x1m', 90.0, kept),
+      made('topk_gather_attention/decode_8x1m', 6.0, dict(sparsecore_us=4.0)),
+    ]
+    sort = lambda cases: iter([dict(cycles={'sort': 100})])
+    with mock.patch.object(comparisons, 'measure_all', sort):
+      ours, theirs, shared, each = comparisons.compare(
+        request, device, rows, lambda line: None
+      )
+    self.assertEqual(ours.details['cycles'], 8 * 10)
+    self.assertEqual(theirs.details['cycles'], 64 * 100)
+    self.assertEqual(ours.details['fewer_cycles'], 80)
+    self.assertAlmostEqual(shared.us, 90 + 4 * 10)
+    self.assertAlmostEqual(each.us, 4 * (90 + 10))
+    self.assertEmpty(op_suite._missed(ours))
+    self.assertLen(op_suite._missed(shared), 1)  # 3.08x, below 3.3x
 
   def test_command(self):
     folder = self.enter_context(tempfile.TemporaryDirectory())

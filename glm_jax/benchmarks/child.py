@@ -12,9 +12,10 @@ import json
 import pathlib
 import sys
 
-from glm_jax.benchmarks.compiled import compile_for, op_function
+from glm_jax.benchmarks.comparisons import TOP_K, top_k_baseline
+from glm_jax.benchmarks.compiled import as_stored, compile_for, op_function
 from glm_jax.benchmarks.profiling import profiling_build
-from glm_jax.benchmarks.work import representative
+from glm_jax.benchmarks.work import CORES, representative
 from glm_jax.benchmarks.workers import read_cycles
 from pallas_kernels.arg_specs import arg_spec
 
@@ -23,24 +24,28 @@ def measure(case: dict, folder: pathlib.Path) -> dict:
   """Compiles one case.
 
   Args:
-    case: op, case, dtype, generation, implementation, options, profile.
+    case: op, case, dtype, generation, implementation, options, profile; or
+      op `TOP_K`, generation, options and profile.
     folder: where libtpu writes estimates.
 
   Returns:
     With `profile`: cycles by HLO op of the representative case. Else what
     the compiler says of the whole case.
   """
-  spec = arg_spec(case['op'], case['case'], case['dtype'])
   options, generation = case['options'], case['generation']
+  if case['op'] == TOP_K:
+    compile_for(*top_k_baseline(), generation, options=options)
+    return dict(cycles=read_cycles(folder))
+  spec = arg_spec(case['op'], case['case'], case['dtype'])
   if not case['profile']:
-    function = op_function(spec, case['implementation'])
-    found = compile_for(function, spec.args, generation, options=options)
-    return vars(found)
-  spec, _ = representative(spec)
+    call = op_function(spec, case['implementation'])
+    call, args, given = as_stored(spec, call)
+    return vars(compile_for(call, args, generation, options=options, **given))
+  spec, _ = representative(spec, CORES[generation])
   for old in folder.glob('*.textproto'):
     old.unlink()
-  function = profiling_build(spec)
-  compile_for(function, spec.args, generation, options=options)
+  call, args, given = as_stored(spec, profiling_build(spec))
+  compile_for(call, args, generation, options=options, **given)
   return dict(cycles=read_cycles(folder))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
@@ -80,6 +81,36 @@ def op_function(spec: ArgSpec, implementation: str | None) -> Callable:
   return lambda *args: call(*args, **spec.options)
 
 
+def as_stored(
+  spec: ArgSpec, function: Callable
+) -> tuple[Callable, tuple, dict]:
+  """A function of a case's arguments, of arguments as a step has them.
+
+  The cache stores scales of index keys flat; a plane [P, 64] of its own would
+  be padded to whole lines and copied. The queries come out of a matmul in the
+  order of their axes; alone, as a program's argument, the compiler would
+  choose the layout that pads least and then copy them.
+
+  Args:
+    spec: the case.
+    function: of its array arguments.
+
+  Returns:
+    The function, its arguments, and options for `compile_for`.
+  """
+  args = spec.args
+  if spec.op == 'topk_gather_attention':
+    return function, args, dict(row_major=(0,))
+  if spec.op not in ('indexer_scores', 'streaming_topk') or args[3] is None:
+    return function, args, {}
+  plane = args[3]
+  flat = jax.ShapeDtypeStruct((math.prod(plane.shape),), plane.dtype)
+  call = lambda *args: function(
+    *args[:3], args[3].reshape(plane.shape), *args[4:]
+  )
+  return call, (*args[:3], flat, *args[4:]), {}
+
+
 def on_device(generation: str) -> tuple[Any, Any]:
   """A sharding on one device of a generation, and its abstract mesh.
 
@@ -105,6 +136,7 @@ def compile_for(
   *,
   options: Mapping[str, Any] | None = None,
   donate: tuple[int, ...] = (),
+  row_major: tuple[int, ...] = (),
 ) -> Compiled:
   """Compiles a function for one device of a generation.
 
@@ -114,15 +146,21 @@ def compile_for(
     generation: 'v5e', 'v5p', 'v6e' or 'tpu7x'.
     options: compiler options.
     donate: arguments whose memory the results may take.
+    row_major: arguments that arrive in the order of their axes; the layout of
+      the others is the compiler's default.
 
   Returns:
     What the compiler says.
   """
   sharding, mesh = on_device(generation)
   start = time.monotonic()
+  given = [sharding] * len(args)
+  for at in row_major:
+    order = Layout(tuple(range(args[at].ndim)))
+    given[at] = Format(order, sharding)
   jitted = jax.jit(
     function,
-    in_shardings=sharding,
+    in_shardings=tuple(given),
     out_shardings=sharding,
     donate_argnums=donate,
   )

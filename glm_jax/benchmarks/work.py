@@ -82,7 +82,11 @@ def _expert_work(spec: ArgSpec) -> Work:
   return Work(2.0 * x.shape[0] * F * D, moved)
 
 
-def representative(spec: ArgSpec) -> tuple[ArgSpec, float]:
+# Cores that share one device's memory and the steps of a parallel grid.
+CORES = {'v5e': 1, 'v5p': 2, 'v6e': 1, 'tpu7x': 1}
+
+
+def representative(spec: ArgSpec, cores: int) -> tuple[ArgSpec, float]:
   """A smaller case for the compiler's simulation, and its multiple.
 
   The simulation takes minutes where loops are long. Cost is linear in
@@ -91,6 +95,7 @@ def representative(spec: ArgSpec) -> tuple[ArgSpec, float]:
 
   Args:
     spec: a case.
+    cores: cores of a device; each is given a sequence.
 
   Returns:
     The case to simulate, and how often it is contained in `spec`.
@@ -98,20 +103,20 @@ def representative(spec: ArgSpec) -> tuple[ArgSpec, float]:
   cut = lambda a, n: None if a is None else _with_lead(a, n)
   rows = spec.rows
   if spec.op in ('indexer_scores', 'streaming_topk'):
-    per_sequence = rows // spec.sequences
-    T = min(per_sequence, 64)
+    few = min(cores, spec.sequences)
+    T = few * min(rows // spec.sequences, 64)
     q, w, pages, scales, table, seq, pos = spec.args
-    pool = pages.shape[0] // spec.sequences
+    pool = few * (pages.shape[0] // spec.sequences)
     args = (
       cut(q, T),
       cut(w, T),
       cut(pages, pool),
       cut(scales, pool),
-      cut(table, 1),
+      cut(table, few),
       cut(seq, T),
       cut(pos, T),
     )
-    return dataclasses.replace(spec, args=args, sequences=1), rows / T
+    return dataclasses.replace(spec, args=args, sequences=few), rows / T
   if spec.op == 'topk_gather_attention':
     T = min(rows, 8)
     q, pool, scales, slots = spec.args

@@ -13,7 +13,12 @@ import pytest
 from absl.testing import parameterized
 
 import pallas_kernels
-from glm_jax.benchmarks.compiled import SLICES, compile_for, op_function
+from glm_jax.benchmarks.compiled import (
+  SLICES,
+  as_stored,
+  compile_for,
+  op_function,
+)
 from glm_jax.benchmarks.work import size
 from pallas_kernels.arg_specs import arg_spec, arg_specs
 
@@ -47,8 +52,9 @@ def cases(wanted):
 
 def compiled(name, chip, implementation):
   spec = arg_spec(*name.split('/'))
-  function = op_function(spec, implementation)
-  found = compile_for(function, spec.args, chip)
+  call = op_function(spec, implementation)
+  call, args, given = as_stored(spec, call)
+  found = compile_for(call, args, chip, **given)
   print(
     f'\n{name} {implementation} {chip}: arguments '
     f'{found.arguments / 1e9:.2f} GB, temporaries '
