@@ -36,8 +36,14 @@ PERSON = {
 
 
 def config():
-  ends = tuple(tokenizer().stop_ids)
-  return small_config(3, vocab_size=304, hidden_size=64, eos_token_ids=ends)
+  """As few layers as have an index, a shared one, experts and a drafter."""
+  return small_config(
+    1,
+    indexer_types=('full', 'shared'),
+    mlp_types=('dense', 'sparse'),
+    vocab_size=304,
+    eos_token_ids=tuple(tokenizer().stop_ids),
+  )
 
 
 @pytest.mark.long
