@@ -26,6 +26,7 @@ from glm_jax.losses.selection import (
   attention_target_dense,
   indexer_kl,
   indexer_kl_dense,
+  indexer_kl_dense_rows,
   mean_target,
   selected_scores,
 )
@@ -41,6 +42,7 @@ __all__ = [
   'expert_load',
   'indexer_kl',
   'indexer_kl_dense',
+  'indexer_kl_dense_rows',
   'mean_target',
   'mtp_cross_entropy',
   'selected_scores',

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm_jax.losses.chunks import mean, split_rows
+from glm_jax.losses.chunks import join_rows, mean, split_rows
 from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.streaming_topk.xla import rows_per_block
 from pallas_kernels.tiling import dot, map_row_blocks, within_pool
@@ -235,10 +235,10 @@ def indexer_kl_dense(
   pos: jax.Array,
   *,
   scale: float,
-  first: int = 0,
+  first: jax.Array | int = 0,
   chunk: int = DENSE_CHUNK,
 ) -> jax.Array:
-  """The warm-up loss: all visible keys of small contexts.
+  """The warm-up loss: all visible keys.
 
   Args:
     layers: (q [B, T, N, R + P], rows [B, S, W]) of each layer that the
@@ -248,25 +248,44 @@ def indexer_kl_dense(
     index_keys: [B, S, H] key of each position.
     pos: [B, T] int32 position of each row, -1 for rows that do not count.
     scale: the attention's softmax scale.
-    first: lowest visible position.
+    first: lowest visible position, of all rows or of each [B, T].
     chunk: rows of a sequence whose [heads, S] logits exist at once; the
       backward pass computes them again.
 
   Returns:
     The mean over live rows of all sequences, a float32 scalar.
   """
+  total, live = indexer_kl_dense_rows(
+    layers, index_q, w, index_keys, pos, scale=scale, first=first, chunk=chunk
+  )
+  return mean(jnp.sum(total), jnp.sum(live))
+
+
+def indexer_kl_dense_rows(
+  layers: Sequence[tuple[jax.Array, jax.Array]],
+  index_q: jax.Array,
+  w: jax.Array,
+  index_keys: jax.Array,
+  pos: jax.Array,
+  *,
+  scale: float,
+  first: jax.Array | int = 0,
+  chunk: int = DENSE_CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+  """`indexer_kl_dense` before the mean: KL and liveness of each row [B, T]."""
   layers = lax.stop_gradient(tuple(layers))
   narrow = jnp.promote_types(index_q.dtype, jnp.bfloat16)
   # Wide outside the loop, so that chunks add their gradients in float32.
   wide = jnp.promote_types(index_keys.dtype, jnp.float32)
+  first = jnp.broadcast_to(jnp.asarray(first, jnp.int32), pos.shape)
 
-  def sequence(layers, index_q, w, keys, pos):
+  def sequence(layers, index_q, w, keys, pos, first):
     qs, caches = zip(*layers)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk_kl(qs, index_q, w, pos, keys):
+    def chunk_kl(qs, index_q, w, pos, first, keys):
       at = jnp.arange(len(keys))[None]
-      visible = (at >= first) & (at <= pos[:, None])
+      visible = (at >= first[:, None]) & (at <= pos[:, None])
       target = mean_target(
         [
           attention_target_dense(q, rows, visible, scale=scale)
@@ -277,21 +296,16 @@ def indexer_kl_dense(
       keys = jnp.where(seen, keys, 0).astype(narrow)
       dots = dot('tih,sh->tis', index_q, keys)
       scores = jnp.sum(relu(dots) * w[:, :, None], axis=1)
-      total, live = _kl_rows(target, scores, visible)
-      return jnp.sum(total), jnp.sum(live)
-
-    def body(carry, parts):
-      return jax.tree.map(jnp.add, carry, chunk_kl(*parts, keys)), None
+      return _kl_rows(target, scores, visible)
 
     parts = jax.tree.map(lambda x: split_rows(x, chunk), (qs, index_q, w))
-    zero = jnp.zeros((), jnp.promote_types(w.dtype, wide))
-    parts = (*parts, split_rows(pos, chunk, -1))
-    return lax.scan(body, (zero, zero), parts)[0]
+    parts = (*parts, split_rows(pos, chunk, -1), split_rows(first, chunk))
+    rows = lax.map(lambda part: chunk_kl(*part, keys), parts)
+    return jax.tree.map(lambda x: join_rows(x, len(pos)), rows)
 
-  total, live = jax.vmap(sequence)(
-    layers, index_q, w, index_keys.astype(wide), pos
+  return jax.vmap(sequence)(
+    layers, index_q, w, index_keys.astype(wide), pos, first
   )
-  return mean(jnp.sum(total), jnp.sum(live))
 
 
 def _normalise(shares):

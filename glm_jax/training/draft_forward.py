@@ -48,6 +48,8 @@ class DraftForm:
     advance_position: a later step's query rotates one position on.
     stride: every how manieth row drafts.
     loss: 'tv' (end-to-end total variation) or 'ce'.
+    sparse: the drafter attends to its selection; False: to everything, and
+      its indexer's loss covers all keys (warm-up). The trunk stays as it is.
   """
 
   steps: int = 7
@@ -55,6 +57,7 @@ class DraftForm:
   advance_position: bool = True
   stride: int = 1
   loss: str = 'tv'
+  sparse: bool = True
 
   def __post_init__(self):
     if self.loss not in ('tv', 'ce'):
@@ -106,6 +109,9 @@ def draft_windows(
   previous = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :S]
   live = windows.positions[:, :S] > 0  # row 0 of a segment has no state
   previous = jnp.where(live[..., None], previous, 0)
+  options = dataclasses.replace(
+    options, sparse=options.sparse and form.sparse
+  )
   run = _shared if form.share else _unshared
   place = offset % form.stride
   states, aux = run(model, windows, previous, options, form, offset)
@@ -157,7 +163,7 @@ def _whole_layer(model, windows, state, options, form, offset, j):
       loss = index_loss(
         attended.index,
         attended.selection,
-        mtp.block.topk,
+        mtp.block,
         [attended.target],
         step,
       )

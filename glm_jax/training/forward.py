@@ -133,13 +133,14 @@ class Attended(NamedTuple):
     rows: [B, S, latent + P] the layer's rows.
     selection: in force; None if dense.
     index: (queries, weights, keys) of a full layer's indexer, else None.
-    target: [T', k] attention shares at the rows with an indexer loss.
+    target: [T', k] attention shares at the rows with an indexer loss; in the
+      dense pass what they are made of, see `index_loss`.
   """
 
   rows: jax.Array
   selection: Selection | None
   index: tuple | None
-  target: jax.Array | None
+  target: jax.Array | tuple | None
 
 
 def make_pass(
@@ -213,14 +214,13 @@ def run_attention(
   if o.kl_stride:
     some = strided(q, o.kl_stride, step.offset)
     absorbed = mla.absorb(some.reshape(-1, *some.shape[2:]))
-    target = attention_targets(
-      lax.stop_gradient(absorbed.reshape(*some.shape[:3], -1)),
-      rows,
-      loss_slots(selection, block.topk, step),
-      mla.config,
-      o,
-    )
-    target = checkpoint_name(target, 'target')
+    absorbed = lax.stop_gradient(absorbed.reshape(*some.shape[:3], -1))
+    if o.sparse:
+      slots = loss_slots(selection, block.topk, step)
+      target = attention_targets(absorbed, rows, slots, mla.config, o)
+      target = checkpoint_name(target, 'target')
+    else:
+      target = (absorbed, rows)  # shares of all keys exist in chunks only
   return x + out, Attended(rows, selection, index, target)
 
 
@@ -292,7 +292,7 @@ def run_group(
     loads += [] if load is None else [load]
   aux = {}
   if step.options.kl_stride:
-    aux['kl'] = index_loss(index, selection, block.topk, targets, step)
+    aux['kl'] = index_loss(index, selection, blocks[0], targets, step)
   if loads:
     aux['load'] = jnp.stack(loads)
   if step.options.keep_selection:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from glm_jax import losses
-from glm_jax.training.windows import pool_slots, strided, visible_slots
+from glm_jax.losses.chunks import mean
+from glm_jax.training.windows import pool_slots, strided
 
 
 def attention_targets(q, rows, slots, c, o) -> jax.Array:
@@ -33,21 +35,31 @@ def attention_targets(q, rows, slots, c, o) -> jax.Array:
 
 
 def loss_slots(selection, k: int, step) -> jax.Array:
-  """Keys of the rows with an indexer loss, [B, S / stride, k]."""
-  stride, offset = step.options.kl_stride, step.offset
-  if step.options.sparse:
-    return selection.strided(stride, offset).as_slots(k)
-  some = lambda a: strided(a, stride, offset)
-  return visible_slots(jax.tree.map(some, step.keys.queries), step.keys)
+  """Selected keys of the rows with an indexer loss, [B, S / stride, k]."""
+  return selection.strided(step.options.kl_stride, step.offset).as_slots(k)
 
 
 def index_loss(
-  index: tuple, selection, k: int, targets: Sequence, step
+  index: tuple, selection, block, targets: Sequence, step
 ) -> jax.Array:
-  """KL of a full layer's scores to the mean of the layers it serves."""
+  """KL of a full layer's scores to the mean of the layers it serves.
+
+  Args:
+    index: (queries, weights, keys) of the full layer's indexer.
+    selection: in force; None in the dense pass.
+    block: the full layer.
+    targets: of each layer served: attention shares [T', k], or in the dense
+      pass (absorbed queries [B, R, N, latent + P], rows [B, S, ...]).
+    step: what all layers share.
+
+  Returns:
+    The mean over rows with a loss, a float32 scalar.
+  """
+  if not step.options.sparse:
+    return _dense_loss(index, block.attention.config.scale, targets, step)
   o = step.options
   q, w, keys = index
-  slots = loss_slots(selection, k, step)
+  slots = loss_slots(selection, block.topk, step)
   some = lambda a: strided(a, o.kl_stride, step.offset)
 
   def score(queries, keys):
@@ -64,3 +76,33 @@ def index_loss(
   return losses.indexer_kl(
     losses.mean_target(targets), flat(scores), flat(slots) >= 0
   )
+
+
+def _dense_loss(index, scale, targets, step) -> jax.Array:
+  """The warm-up: all keys of the row's own segment, up to itself."""
+  o, keys = step.options, step.keys
+  q, w, index_keys = index
+  some = lambda a: strided(a, o.kl_stride, step.offset)
+  queries = jax.tree.map(some, keys.queries)
+  live = queries.segment > 0
+  pos = jnp.where(live, queries.index, -1)
+  start = jnp.maximum(queries.index - some(keys.position) + keys.first, 0)
+
+  def rows(queries, keys):
+    layers, q, w, pos, start = queries
+    caches, index_keys = keys
+    return losses.indexer_kl_dense_rows(
+      list(zip(layers, caches)),
+      q,
+      w,
+      index_keys,
+      pos,
+      scale=scale,
+      first=start,
+    )
+
+  layers, caches = zip(*targets)
+  total, live = o.plan.by_query(
+    rows, (layers, some(q), some(w), pos, start), (caches, index_keys)
+  )
+  return mean(jnp.sum(total), jnp.sum(live))

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.streaming_topk.reference import comparable
 
-_SIGN = jnp.uint32(1 << 31)
+_SIGN = np.uint32(1 << 31)
 
 
 def sortable(scores: jax.Array) -> jax.Array:
-  """uint32 in the order of the scores; -0.0 equals 0.0, NaN counts as -inf."""
-  bits = lax.bitcast_convert_type(comparable(scores), jnp.uint32)
+  """uint32 in the order of `comparable` scores."""
+  bits = lax.bitcast_convert_type(scores, jnp.uint32)
   return jnp.where(bits & _SIGN, ~bits, bits | _SIGN)
 
 
@@ -33,10 +34,14 @@ def top_mask(scores: jax.Array, k: int) -> jax.Array:
   Returns:
     [..., S] bool, k of them in a row, or as many as are above -inf.
   """
+  return search_mask(comparable(scores), k)
+
+
+def search_mask(scores: jax.Array, k: int) -> jax.Array:
+  """`top_mask` of `comparable` scores; what a kernel runs on its block."""
   S = scores.shape[-1]
-  keys = sortable(scores)
-  valid = keys > sortable(jnp.float32(-jnp.inf))
-  keys = jnp.where(valid, keys, 0)
+  valid = scores > -jnp.inf
+  keys = jnp.where(valid, sortable(scores), np.uint32(0))
   count = lambda which: jnp.sum(which, axis=-1, dtype=jnp.int32)
   enough = lambda bound: count(keys >= bound[..., None]) >= k
   start = jnp.zeros(scores.shape[:-1], jnp.uint32)
@@ -45,7 +50,8 @@ def top_mask(scores: jax.Array, k: int) -> jax.Array:
   above = keys > bound[..., None]
   equal = (keys == bound[..., None]) & valid
   wanted = k - count(above)
-  place = jnp.arange(S, dtype=jnp.uint32)
+  place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+  place = place.astype(jnp.uint32)
   # The largest position before which fewer than the wanted ties stand.
   few = lambda at: count(equal & (place < at[..., None])) < wanted
   last = _search(start, max(S - 1, 1).bit_length(), few)
@@ -59,7 +65,7 @@ def _search(start, bits: int, holds) -> jax.Array:
 
   def step(i, value):
     shift = (bits - 2 - 2 * i).astype(jnp.uint32)
-    tries = [value + (jnp.uint32(c) << shift) for c in (1, 2, 3)]
+    tries = [value + (np.uint32(c) << shift) for c in (1, 2, 3)]
     passed = sum(holds(t).astype(jnp.uint32) for t in tries)
     return value + (passed << shift)
 
