@@ -5,8 +5,10 @@ r"""The drafter's ablation: one recipe for every form, three seeds.
 
 The drafter is trained from fresh weights on glm-nano's frozen trunk. All
 forms have the same steps, tokens in the same order, optimiser and schedule;
-`glm_jax.evaluation.draft_ablation` says what the forms are. Written before
-the first measurement and the same for all of them: nothing was tuned for one.
+`glm_jax.evaluation.draft_ablation` says what the forms are. All drafters
+attend to everything in the first stage, where their indexers warm up, and to
+their selections in the second. Windows are as long as the measured contexts.
+The same for all of them: nothing was tuned for one.
 """
 
 import pathlib
@@ -26,10 +28,10 @@ def get_train_config() -> TrainConfig:
       Stage(
         name=name,
         steps=100,
-        window=8192,
-        batch=8,
+        window=4096,
+        batch=16,
         train=('mtp',),
-        draft=DraftForm(steps=7, stride=4),
+        draft=DraftForm(steps=7, stride=4, sparse=name == 'second'),
       )
       for name in ('first', 'second')
     ),

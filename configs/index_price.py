@@ -58,10 +58,10 @@ def get_base() -> TrainConfig:
 
 
 def get_train_config() -> TrainConfig:
-  """6.6 M tokens a form; the launcher sets indexers, selection and seed."""
+  """9.8 M tokens a form; the launcher sets indexers, selection and seed."""
   return TrainConfig(
     model=_MODEL,
-    stages=(Stage(name='form', steps=100, window=8192, batch=8),),
+    stages=(Stage(name='form', steps=150, window=8192, batch=8),),
     learning_rate=1e-3,
     decay=0.7,
     **_COMMON,
