@@ -129,6 +129,7 @@ def scores_in_lines(
     first=first,
     fill=fill,
     full=full,
+    unroll=interpret is False,
   )
   lines = blocks * block // LANES
   if T == 0:

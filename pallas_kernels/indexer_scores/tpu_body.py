@@ -49,6 +49,7 @@ class Sizes:
     fill: write -inf into the blocks after those that the tile sees.
     full: take every block and row as visible. For the compiler's cycle
       model only, which does not follow data.
+    unroll: copies of pages are unrolled; the interpreter would compile each.
   """
 
   rows: int
@@ -59,6 +60,7 @@ class Sizes:
   first: int
   fill: bool
   full: bool
+  unroll: bool
 
   @property
   def pages(self) -> int:
@@ -151,7 +153,8 @@ class Stream:
   def start_part(self, i, c):
     """Starts the copies of the pages of part c of a block."""
     size, pages = self.sizes.page, self.sizes.part // self.sizes.page
-    for j in range(pages):
+
+    def page(j, _):
       at = c * pages + j
       pltpu.make_async_copy(
         self.pool.at[self.page_id(i, at)],
@@ -159,11 +162,16 @@ class Stream:
         self.key_sem.at[j % KEY_SEMS],
       ).start()
 
+    lax.fori_loop(0, pages, page, None, unroll=self.sizes.unroll)
+
   def wait_part(self, i):
     """Waits for the pages of a part, those of a semaphore by their bytes."""
     share = self.keys.at[i & 1, pl.ds(0, self.sizes.part // KEY_SEMS)]
-    for sem in range(KEY_SEMS):
+
+    def wait(sem, _):
       pltpu.make_async_copy(share, share, self.key_sem.at[sem]).wait()
+
+    lax.fori_loop(0, KEY_SEMS, wait, None, unroll=self.sizes.unroll)
 
   def start_rest(self, i):
     """Starts what turn i needs beside its pages, and the page ids after it."""

@@ -271,15 +271,22 @@ class Row:
       self.ranks[row] = at - start
       self.ties[row] = column(jnp.where(line == which, take, 0.0))
 
-  def read_winners(self, q, least, total):
-    """Positions and scores [1, 128] of a line of outputs."""
+  def gather_lines(self, q, place):
+    """Copies the lines of a line of outputs into a place of `gathered`.
+
+    Unrolled: the address of an id is then one addition away, and a copy takes
+    the scalar unit two cycles in place of five.
+    """
 
     def line(j, _):
       at = self.line_ids[q, j]
-      self.gathered[pl.ds(j, 1)] = self.scores[0, pl.ds(at, 1)]
+      self.gathered[place, pl.ds(j, 1)] = self.scores[0, pl.ds(at, 1)]
 
-    lax.fori_loop(0, LANES, line, None, unroll=8)
-    x = self.gathered[...].T  # [lanes, outputs]
+    lax.fori_loop(0, LANES, line, None, unroll=self.sizes.unroll)
+
+  def read_winners(self, q, place, least, total):
+    """Positions and scores [1, 128] of a line of outputs, gathered before."""
+    x = self.gathered[place].T  # [lanes, outputs]
     least = least[:1, :1]
     shape = (LANES, LANES)
     upto = mask(iota(shape, 1) <= iota(shape, 0))
@@ -319,12 +326,17 @@ def kernel(seen_ref, scores_ref, positions_ref, winners_ref, *refs, sizes):
   copy.start()
   copy.wait()
 
-  def read(q, _):
-    position, score = row.read_winners(q, least, total)
-    positions_ref[0, pl.ds(q, 1)] = position
-    winners_ref[0, pl.ds(q, 1)] = score
+  def read(i, _):
+    # Lines that wait for one another's results are read together.
+    lines = [i * sizes.together + j for j in range(sizes.together)]
+    for place, q in enumerate(lines):
+      row.gather_lines(q, place)
+    for place, q in enumerate(lines):
+      position, score = row.read_winners(q, place, least, total)
+      positions_ref[0, pl.ds(q, 1)] = position
+      winners_ref[0, pl.ds(q, 1)] = score
 
-  lax.fori_loop(0, sizes.outputs, read, None)
+  lax.fori_loop(0, sizes.outputs // sizes.together, read, None)
 
 
 def select(
@@ -352,7 +364,7 @@ def select(
     those, -inf beside -1.
   """
   T, lines, _ = scores.shape
-  sizes = sizes_of(k, lines, full)
+  sizes = sizes_of(k, lines, full, unroll=interpret is False)
   outputs = sizes.outputs
   out = (1, outputs, LANES)
   mine = lambda t, *_: (t, 0, 0)
@@ -371,7 +383,7 @@ def select(
         pltpu.SMEM((outputs, LANES), jnp.int32),
         pltpu.VMEM((outputs, LANES), jnp.float32),
         pltpu.VMEM((outputs, LANES), jnp.float32),
-        pltpu.VMEM((LANES, LANES), jnp.float32),
+        pltpu.VMEM((sizes.together, LANES, LANES), jnp.float32),
         pltpu.SemaphoreType.DMA,
       ],
     ),

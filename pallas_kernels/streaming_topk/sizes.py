@@ -10,6 +10,7 @@ LANES = 128
 SUB = 8  # lines of one tile
 CHUNK = SUB * LANES  # keys of one tile
 GROUP = 8  # tiles sorted against each other
+TOGETHER = 8  # lines of outputs read at once, at most
 STEP = 32  # groups counted between two tests of a loop's end
 
 
@@ -25,6 +26,7 @@ class Sizes:
     block: lines whose running counts share a row.
     full: count everything, whatever the data. For the compiler's cycle
       model only, which does not follow data.
+    unroll: copies of lines are unrolled; the interpreter would compile each.
   """
 
   k: int
@@ -33,6 +35,7 @@ class Sizes:
   chunk: int
   block: int
   full: bool
+  unroll: bool
 
   @property
   def groups(self) -> int:
@@ -50,6 +53,11 @@ class Sizes:
     return cdiv(self.k, LANES)
 
   @property
+  def together(self) -> int:
+    """Lines of outputs read at once."""
+    return power_of_two(self.outputs, TOGETHER)
+
+  @property
   def flops(self) -> int:
     """FLOPs of the matrix products over a row whose scores are all seen."""
     lines = self.lines * LANES**2  # winners of each line
@@ -64,7 +72,7 @@ def power_of_two(n: int, most: int) -> int:
   return min(n & -n, most)
 
 
-def sizes_of(k: int, lines: int, full: bool) -> Sizes:
+def sizes_of(k: int, lines: int, full: bool, unroll: bool = True) -> Sizes:
   """Sizes for rows of `lines` (a multiple of eight) lines."""
   group = power_of_two(lines // SUB, GROUP)
   return Sizes(
@@ -74,4 +82,5 @@ def sizes_of(k: int, lines: int, full: bool) -> Sizes:
     chunk=power_of_two(lines // SUB // group, STEP),
     block=power_of_two(lines, LANES),
     full=full,
+    unroll=unroll,
   )

@@ -56,8 +56,8 @@ class TpuScoresTest(parameterized.TestCase):
   def test_blocks_of_several_parts(self):
     self.check_parts('fp8', 6146)
 
-  @pytest.mark.long
   @parameterized.product(dtype=('bf16', 'fp8'), last=(4095, 4096))
+  @pytest.mark.long
   def test_edges_of_parts(self, dtype, last):
     self.check_parts(dtype, last)
 

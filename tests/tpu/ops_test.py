@@ -64,6 +64,14 @@ def compiled(name, chip, implementation):
   return spec, found
 
 
+def result_bytes(spec):
+  """Bytes of [T, S] scores, which the public call lays out anew.
+
+  The selection takes them as the kernel leaves them, [T, S / 128, 128].
+  """
+  return 4 * spec.rows * spec.context
+
+
 def budget(spec, implementation):
   """Bytes of temporaries that the op's memory law allows."""
   # A few operands of the call itself are put in another order or layout.
@@ -74,6 +82,8 @@ def budget(spec, implementation):
     if spec.args[2] is not None:  # a layer's scales, padded to 128 lanes
       own += 8 * size(spec.args[2]) // spec.args[2].shape[0]
     return (1 << 20) + (own if implementation == 'tpu' else 3 * own + BLOCK)
+  if spec.op == 'indexer_scores':
+    own += result_bytes(spec)
   return SLACK[implementation] * BLOCK + 2 * own
 
 
@@ -81,7 +91,11 @@ def budget(spec, implementation):
 class OpsTest(parameterized.TestCase):
   def check(self, name, chip, implementation):
     spec, found = compiled(name, chip, implementation)
-    self.assertEqual(found.copies, ())
+    copies = found.copies
+    if spec.op == 'indexer_scores':
+      own = f', {result_bytes(spec)} bytes)'
+      copies = tuple(x for x in copies if not x.endswith(own))
+    self.assertEqual(copies, ())
     self.assertLessEqual(found.temporaries, budget(spec, implementation))
     if implementation == 'tpu':
       self.assertNotEmpty(found.kernels)
