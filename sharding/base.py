@@ -115,7 +115,10 @@ class ShardedPlan:
     """Constrains [T, ...] arrays to where the step's rows are."""
 
     def place(a):
-      spec = P(self.row_axes(a.shape[0]) or None, *(ANY,) * (a.ndim - 1))
+      rows = self.row_axes(a.shape[0])
+      # The features of a whole step are few: split, every norm would wait.
+      rest = None if a.ndim == 2 and not rows else ANY
+      spec = P(rows or None, *(rest,) * (a.ndim - 1))
       return lax.with_sharding_constraint(a, NamedSharding(self.mesh, spec))
 
     return jax.tree.map(place, tree)

@@ -94,13 +94,14 @@ class Products:
       w = w.reshape(own, stop - start, -1)
       y = dot(f'{a[0]}n{a[1]},n{b}->{out[0]}n{out[1]}', x, w)
       y = lax.psum(y, inner) if inner and summed else y
-      return y.astype(x.dtype)
+      y = y.astype(x.dtype)
+      if inner and not summed:  # attention wants queries whole
+        y = lax.all_gather(y, inner, axis=2, tiled=True)
+      return y
 
     rows = self.rows or None
-    ends = (spec[1], None) if summed else (None, spec[1])
-    apply = self.plan.shard_map(
-      body, (P(rows, spec[0], ends[0]), spec, P()), P(rows, spec[0], ends[1])
-    )
+    taken = P(rows, spec[0], spec[1] if summed else None)
+    apply = self.plan.shard_map(body, (taken, spec, P()), P(rows, spec[0]))
     return apply(x, layer.kernel[...], layer.scale[...])
 
   def _weight(self, layer: Linear):

@@ -22,7 +22,7 @@ from glm_jax.training.placement import ONE_DEVICE
 from sharding.placement import MeshPlacement
 
 # Windows of one page a rank at context 4; two micro-batches a step.
-STAGE = Stage('share', 6, 256, 2, accumulate=2, kl_stride=4, chunk=64,
+STAGE = Stage('share', 4, 256, 2, accumulate=2, kl_stride=4, chunk=64,
               attention='gather', experts='grouped')  # fmt: skip
 LAUNCHER = pathlib.Path(__file__).parents[2] / 'launch' / 'train.py'
 RECIPE = """
@@ -39,6 +39,8 @@ def config():
     stages=(STAGE,),
     optimizer='adamw',
     compute='float32',
+    # AdamW moves what has no gradient but noise by as much as all else.
+    learning_rate=2e-4,
     warmup=0,
     save_every=100,
     eval_windows=3,
@@ -90,7 +92,7 @@ class LoopTest(absltest.TestCase):
   @pytest.mark.long
   def test_resumed_on_other_meshes(self):
     workdir = tempfile.mkdtemp(prefix='run_')
-    for shape, steps in (((1, 4, 2), 2), ((2, 4, 1), 2), ((2, 2, 2), None)):
+    for shape, steps in (((1, 4, 2), 1), ((2, 4, 1), 1), ((2, 2, 2), None)):
       run(workdir, on_mesh(*shape), steps)
     self.check(workdir)
 
@@ -103,13 +105,13 @@ class LoopTest(absltest.TestCase):
     recipe = pathlib.Path(folder.name, 'recipe.py')
     tests = pathlib.Path(__file__).parents[1]
     recipe.write_text(RECIPE.format(folder=str(tests)))
-    run(workdir, on_mesh(2, 4, 1), 2)
+    run(workdir, on_mesh(2, 4, 1), 1)
     flags = [f'--config={recipe}', f'--workdir={workdir}',
              f'--corpus={corpus()}']  # fmt: skip
     pair = Pair(self, '--mesh=data=2,context=4', '--max_steps=2', *flags,
                 launcher=LAUNCHER)  # fmt: skip
     pair.finish(1800)
-    self.assertIn('step 4 of 6\n', pair.read(0, 'out'))
+    self.assertIn('step 3 of 4\n', pair.read(0, 'out'))
     self.assertNotIn('step', pair.read(1, 'out'))  # process 0 answers
     run(workdir, ONE_DEVICE, None)
     self.check(workdir)
