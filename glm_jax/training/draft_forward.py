@@ -109,9 +109,7 @@ def draft_windows(
   previous = jnp.pad(hidden, ((0, 0), (1, 0), (0, 0)))[:, :S]
   live = windows.positions[:, :S] > 0  # row 0 of a segment has no state
   previous = jnp.where(live[..., None], previous, 0)
-  options = dataclasses.replace(
-    options, sparse=options.sparse and form.sparse
-  )
+  options = dataclasses.replace(options, sparse=options.sparse and form.sparse)
   run = _shared if form.share else _unshared
   place = offset % form.stride
   states, aux = run(model, windows, previous, options, form, offset)

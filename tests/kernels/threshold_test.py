@@ -1,9 +1,10 @@
-"""`top_mask` against numpy's stable sort, ties and NaN included."""
+"""`top_mask` and its GPU kernel against numpy's stable sort, NaN included."""
 
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from pallas_kernels.streaming_topk import gpu
 from pallas_kernels.streaming_topk.threshold import top_mask
 
 
@@ -34,11 +35,19 @@ class TopMaskTest(parameterized.TestCase):
     scores[np.abs(scores) == np.float32(1e-45)] = 0
     got = jax.jit(top_mask, static_argnums=1)(scores, k)
     np.testing.assert_array_equal(got, by_sorting(scores, k))
+    if S in (64, 200):
+      got = gpu.top_mask(scores, k, interpret=True)
+      np.testing.assert_array_equal(got, by_sorting(scores, k))
 
   def test_leading_axes_are_rows(self):
     scores = np.random.default_rng(0).standard_normal((2, 3, 50))
     scores = np.asarray(scores, np.float32)
     np.testing.assert_array_equal(top_mask(scores, 7), by_sorting(scores, 7))
+
+  def test_rows_wider_than_the_gpu_kernel_holds_are_refused(self):
+    self.assertFalse(gpu.fits(16385))
+    with self.assertRaisesRegex(NotImplementedError, '16385 scores a row'):
+      gpu.top_mask(np.zeros((1, 16385), np.float32), 3)
 
   def test_a_cut_by_the_highest_position_would_be_seen(self):
     mask = np.asarray(top_mask(np.zeros((1, 10), np.float32), 3))
