@@ -39,7 +39,7 @@ class InstantRunner(Runner):
     self.record_bytes, self.pinned = 1, False
     self._num_slots = config.max_num_seqs
     self._inputs = InputBuilder(
-      config.max_num_seqs, self.buckets.finishing, cdiv(_VOCAB, 32), np.full
+      config.max_num_seqs, self.buckets.finishing, cdiv(_VOCAB, 32), np.asarray
     )
     self._table = np.zeros((1, config.max_blocks))
 

@@ -20,7 +20,7 @@ class InputBuilder:
   """Makes the inputs of steps; its work follows the rows, not the context."""
 
   def __init__(
-    self, num_slots: int, finishing: int, words: int, full: Callable
+    self, num_slots: int, finishing: int, words: int, place: Callable
   ):
     """Remembers the sizes.
 
@@ -28,10 +28,11 @@ class InputBuilder:
       num_slots: S.
       finishing: F, prompts that may end in one step.
       words: ceil(V / 32).
-      full: `jnp.full`, for constants that stay on the device.
+      place: brings a fresh array to the device. Masks lie in one place
+        whether anybody filters or not: the step is compiled for that.
     """
     self._num_slots, self._finishing = num_slots, finishing
-    self._words, self._full = words, full
+    self._words, self._place = words, place
     self._open: dict[tuple[int, ...], tuple] = {}
 
   def build(
@@ -114,13 +115,9 @@ class InputBuilder:
 
   def _masks(self, step, ends, B, K, F, proposals):
     """Proposals and masks; constants on the device where nobody filters."""
-    forced, mask, last_mask = self._open_masks(B, K, F)
     if not proposals:
-      return forced, mask, last_mask
-    full = np.uint32(0xFFFFFFFF)
-    forced = np.full((B, K), -1, np.int32)
-    mask = np.full((B, K + 1, self._words), full)
-    last_mask = np.full((F, self._words), full)
+      return self._open_masks(B, K, F)
+    forced, mask, last_mask = self._make_masks(B, K, F)
     for i, (seq, _) in enumerate(step.decode):
       if seq in proposals:
         tokens, masks = proposals[seq]
@@ -129,15 +126,18 @@ class InputBuilder:
     for i, seq in enumerate(ends):
       if seq in proposals:
         last_mask[i] = proposals[seq][1][0]
-    return forced, mask, last_mask
+    return tuple(map(self._place, (forced, mask, last_mask)))
+
+  def _make_masks(self, B: int, K: int, F: int):
+    """No proposals, and masks that allow everything."""
+    full = np.uint32(0xFFFFFFFF)
+    return (
+      np.full((B, K), -1, np.int32),
+      np.full((B, K + 1, self._words), full),
+      np.full((F, self._words), full),
+    )
 
   def _open_masks(self, *shape):
     if shape not in self._open:
-      B, K, F = shape
-      bits = np.uint32(0xFFFFFFFF)
-      self._open[shape] = (
-        self._full((B, K), -1, np.int32),
-        self._full((B, K + 1, self._words), bits, np.uint32),
-        self._full((F, self._words), bits, np.uint32),
-      )
+      self._open[shape] = tuple(map(self._place, self._make_masks(*shape)))
     return self._open[shape]

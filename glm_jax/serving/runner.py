@@ -151,10 +151,8 @@ class Runner:
     self._num_slots = slots
     self._debug = config.debug
     words = cdiv(model.config.vocab_size, 32)
-    full = lambda *args: (
-      placement.put(np.full(*args), small) if many else jnp.full(*args)
-    )
-    self._inputs = InputBuilder(slots, self.buckets.finishing, words, full)
+    place = lambda a: placement.put(a, small) if many else jnp.asarray(a)
+    self._inputs = InputBuilder(slots, self.buckets.finishing, words, place)
 
   @property
   def root(self) -> bytes:

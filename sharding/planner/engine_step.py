@@ -53,7 +53,7 @@ def serve_call(
   state = jax.tree.map(place, dataclasses.replace(state, cache=None))
   state = dataclasses.replace(state, cache=cache)
   words = cdiv(request.config.vocab_size, 32)
-  builder = InputBuilder(slots, min(_FINISHING, slots), words, np.full)
+  builder = InputBuilder(slots, min(_FINISHING, slots), words, np.asarray)
   inputs = builder.build(StepPlan(), request.chunk, slots, K)
   table = jax.ShapeDtypeStruct(
     (slots + 1, request.pages), np.int32, sharding=whole

@@ -179,6 +179,8 @@ class IdentityTest(parameterized.TestCase):
     got = serve(e, [request(str(i), t) for i, t in enumerate(TEXTS)])
     serve(e, [request(str(i), t) for i, t in enumerate(TEXTS)])
     assert got['0'] == alone(0, TEXTS[0], 8)
+    e.submit(request('f', TEXTS[0], token_filter=OnlyIds({7})))
+    assert tokens(run(e)) == {'f': [7] * 8}
     assert e.runner.compilations() == warm
 
   @parameterized.parameters(

@@ -31,12 +31,19 @@ def engine(name):
   return Engine(plan_cases.placed_model(SHAPE), config, plan)
 
 
+class OnlySeven:
+  def allowed(self, new_ids):
+    return np.array([1 << 7, 0, 0], np.uint32)
+
+
 class PlanTest(parameterized.TestCase):
   @parameterized.parameters(('token_split',), ('layer_split',), ('replicated',))
   @pytest.mark.long
   def test_answers_prefix_hits_and_restores(self, name):
     """Each token is the best of one device's logits, to 1e-4."""
     e = engine(name)
+    e.warm_up()
+    compiled = e.runner.compilations()
     texts = [random_prompt(rng(i), n) for i, n in enumerate((130, 5, 70, 64))]
     rounds = {}
     for turn in range(3):
@@ -49,6 +56,9 @@ class PlanTest(parameterized.TestCase):
         )
       rounds |= run(e)
       check_empty(e)
+    e.submit(request('f', texts[0], token_filter=OnlySeven()))
+    assert tokens(run(e)) == {'f': [7] * 8}
+    assert e.runner.compilations() == compiled
     assert rounds['1.0'][-1].cached_tokens == 129
     assert e.store.counts['restored_pages'] > 0
     best = jax.jit(lambda ids: forward(plan_cases.model(), ids).logits[0])
