@@ -1,17 +1,19 @@
 """Block sizes of the kernels: tuned ones from a file, else a heuristic.
 
 `tuned.json` holds, by op, generation, dtype and shape bucket, the sizes that
-won there and the evidence for them. A shape falls into the bucket whose
-dimensions are the next powers of two. A kernel passes its heuristic, which
-must be legal on every generation, and gets it back with the tuned sizes in
-place. No environment variable takes part.
+won there and the evidence for them (`python -m glm_jax.benchmarks.tune`
+fills it). A shape falls into the bucket whose dimensions are the next powers
+of two. A kernel passes its heuristic, which must be legal on every
+generation, and gets it back with the tuned sizes in place. No environment
+variable takes part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,8 @@ GENERATIONS = {
   'TPU v6e': 'v6e',
   'TPU7x': 'tpu7x',
 }
-_FILE = __file__.removesuffix('block_sizes.py') + 'tuned.json'
+FILE = __file__.removesuffix('block_sizes.py') + 'tuned.json'
+_trial: list[Mapping[str, Mapping[str, int]]] = []
 
 
 def generation() -> str | None:
@@ -52,8 +55,18 @@ def bucket(shape: Mapping[str, int]) -> str:
 @functools.cache
 def tuned() -> dict:
   """The file's contents: op -> generation -> dtype -> bucket -> entry."""
-  with open(_FILE) as file:
+  with open(FILE) as file:
     return json.load(file)
+
+
+@contextlib.contextmanager
+def trial(sizes: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
+  """In the context, ops named here take these sizes, at any shape (tuning)."""
+  _trial.append(sizes)
+  try:
+    yield
+  finally:
+    _trial.pop()
 
 
 def block_sizes(
@@ -79,10 +92,12 @@ def block_sizes(
   entry = tuned().get(op, {}).get(generation() or '', {})
   entry = entry.get(jnp.dtype(dtype).name, {}).get(bucket(shape), {})
   sizes = entry.get('sizes', {})
+  if _trial:
+    sizes = _trial[-1].get(op, {})
   unknown = sorted(set(sizes) - set(heuristic))
   if unknown:
     raise ValueError(
-      f'{_FILE}: {op} has no size named {", ".join(unknown)}; it has '
+      f'{FILE}: {op} has no size named {", ".join(unknown)}; it has '
       f'{", ".join(heuristic)}'
     )
   return {**heuristic, **sizes}

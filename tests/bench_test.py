@@ -22,6 +22,7 @@ from glm_jax.benchmarks import (
   comparisons,
   load_suite,
   op_suite,
+  tune,
   work,
   workers,
 )
@@ -195,6 +196,27 @@ class SizesTest(parameterized.TestCase):
         for entries in buckets.values():
           for entry in entries.values():
             self.assertContainsSubset(('sizes', 'evidence'), entry)
+
+
+class TuningTest(absltest.TestCase):
+  def test_a_trial_stands_in_place_of_the_file(self):
+    ask = lambda: block_sizes.block_sizes(
+      'op', dict(rows=8), jnp.bfloat16, dict(queries=1)
+    )
+    with block_sizes.trial({'op': dict(queries=4)}):
+      self.assertEqual(ask(), dict(queries=4))
+    self.assertEqual(ask(), dict(queries=1))
+
+  def test_only_a_clear_gain_wins(self):
+    self.assertEqual(tune.winner({None: 1000, 1: 1000, 2: 950}), 2)
+    self.assertIsNone(tune.winner({None: 1000, 1: 1000, 2: 990}))
+    self.assertIsNone(tune.winner({2: 950}))  # nothing to compare with
+
+  def test_entries_of_other_shapes_are_kept(self):
+    old = tune.entry_of('v6e', 'bf16', 'decode_8x1m', dict(sizes={}))
+    new = tune.entry_of('v6e', 'bf16', 'decode_64x128k', dict(sizes={}))
+    (by_bucket,) = tune.merged(old, new)[tune.OP]['v6e'].values()
+    self.assertLen(by_bucket, 2)
 
 
 class SuiteTest(absltest.TestCase):

@@ -8,6 +8,7 @@ the compiler aborts ends the process; what was finished before is kept.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -17,6 +18,7 @@ from glm_jax.benchmarks.compiled import as_stored, compile_for, op_function
 from glm_jax.benchmarks.profiling import profiling_build
 from glm_jax.benchmarks.work import CORES, representative
 from glm_jax.benchmarks.workers import read_cycles
+from pallas_kernels import block_sizes
 from pallas_kernels.arg_specs import arg_spec
 
 
@@ -25,7 +27,8 @@ def measure(case: dict, folder: pathlib.Path) -> dict:
 
   Args:
     case: op, case, dtype, generation, implementation, options, profile; or
-      op `TOP_K`, generation, options and profile.
+      op `TOP_K`, generation, options and profile. 'sizes', by op, stand in
+      place of tuned ones.
     folder: where libtpu writes estimates.
 
   Returns:
@@ -45,7 +48,11 @@ def measure(case: dict, folder: pathlib.Path) -> dict:
   for old in folder.glob('*.textproto'):
     old.unlink()
   call, args, given = as_stored(spec, profiling_build(spec))
-  compile_for(call, args, generation, options=options, **given)
+  trial = contextlib.nullcontext()
+  if 'sizes' in case:
+    trial = block_sizes.trial(case['sizes'])
+  with trial:
+    compile_for(call, args, generation, options=options, **given)
   return dict(cycles=read_cycles(folder))
 
 

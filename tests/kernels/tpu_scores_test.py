@@ -117,6 +117,19 @@ class TpuScoresTest(parameterized.TestCase):
     args = make_case('f32', (5,), [], n=1)
     self.assertEqual(run(*args).shape, (0, 64))
 
+  @parameterized.parameters(5, 6)
+  def test_lines_of_two_pages(self, P):
+    """Each page's scales lie in the half of its line that its id says."""
+    scales = jnp.arange(P * 64, dtype=jnp.float32).reshape(P, 64)
+    table = jnp.asarray([[4, 0, 3], [1, -1, 2]], jnp.int32)
+    lines = np.asarray(tpu.pair_lines(scales, table, 8))
+    self.assertEqual(lines.shape, (2, 2, 8, 128))
+    for (b, j), page in np.ndenumerate(np.asarray(table)):
+      half = 64 * (page % 2)
+      found = lines[j % 2, b, j // 2, half : half + 64]
+      if page >= 0:
+        np.testing.assert_array_equal(found, scales[page])
+
   def test_row_tiles(self):
     """Every row has one place, in a tile of its own sequence."""
     rng = np.random.default_rng(0)

@@ -34,6 +34,7 @@ SLACK = {'tpu': 2, 'xla': 6}
 # take minutes each.
 XLA_CASES = ('tiny', 'decode_64x128k')
 CHIPS = tuple(SLICES)
+XLA_CHIPS = ('v5e', 'v6e')  # one without SparseCores, one with
 
 
 def available(spec):
@@ -41,12 +42,12 @@ def available(spec):
   return inspect.getmodule(getattr(pallas_kernels, name)).AVAILABLE
 
 
-def cases(wanted):
+def cases(wanted, chips=CHIPS):
   return [
     (f'_{spec.name}_{chip}'.replace('/', '_'), spec.name, chip)
     for spec in arg_specs()
     if wanted(spec)
-    for chip in CHIPS
+    for chip in chips
   ]
 
 
@@ -106,7 +107,9 @@ class OpsTest(parameterized.TestCase):
   def test_kernel(self, name, chip):
     self.check(name, chip, 'tpu')
 
-  @parameterized.named_parameters(*cases(lambda s: s.case in XLA_CASES))
+  @parameterized.named_parameters(
+    *cases(lambda s: s.case in XLA_CASES, XLA_CHIPS)
+  )
   def test_plain_xla(self, name, chip):
     self.check(name, chip, 'xla')
 
