@@ -202,6 +202,10 @@ class Engine:
     self.scheduler.set_chunks(self.runner.chunks)
     return chosen
 
+  def compile(self) -> None:
+    """Compiles every step, and runs none yet."""
+    self.runner.compile()
+
   def warm_up(self) -> int:
     """Compiles every shape; returns how many."""
     return self.runner.warm_up()

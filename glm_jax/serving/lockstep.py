@@ -93,8 +93,15 @@ class Leader:
     return self.engine.tune(path, candidates)
 
   def warm_up(self) -> int:
-    """Compiles every shape, here and in all other processes."""
-    self._send('warm_up', self.engine.config)
+    """Compiles every shape everywhere, and only then runs any."""
+    self._send('compile', self.engine.config)
+    self.engine.compile()
+    for number, connection in enumerate(self._followers, 1):
+      try:
+        connection.recv_bytes()
+      except (EOFError, OSError) as error:
+        raise PodError(f'process {number} of the pod is lost') from error
+    self._send('warm_up')
     return self.engine.warm_up()
 
   def step(self) -> list[Output]:
@@ -157,8 +164,11 @@ def follow(engine: Engine, leader: Connection) -> None:
       return
     if kind == 'tune':
       engine.tune(saved=message[0])
-    elif kind == 'warm_up':
+    elif kind == 'compile':
       _check_equal(engine.config, message[0])
+      engine.compile()
+      leader.send_bytes(b'compiled')
+    elif kind == 'warm_up':
       engine.warm_up()
     else:
       now, events, state = message

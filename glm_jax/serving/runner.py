@@ -174,11 +174,25 @@ class Runner:
     calls = (self._step, self._extract, _insert, _copy, _set_row, _set_entries)
     return sum(call._cache_size() for call in calls)
 
+  def _shapes(self):
+    """(inputs, pages) of an empty step of every shape."""
+    for prefill, batch, drafts, blocks in self.buckets.all():
+      yield self._inputs.build(StepPlan(), prefill, batch, drafts), blocks
+
+  def compile(self) -> None:
+    """Compiles every step and runs none; `warm_up` then finds them compiled.
+
+    Processes that compile at different paces meet after this: a collective
+    whose peer still compiles may give up waiting.
+    """
+    for inputs, blocks in self._shapes():
+      arguments, static = self._call(inputs, blocks)
+      self._step.lower(*arguments, **static).compile()
+
   def warm_up(self) -> int:
-    """Compiles every shape; returns how many."""
-    shapes = self.buckets.all()
-    for prefill, batch, drafts, blocks in shapes:
-      inputs = self._inputs.build(StepPlan(), prefill, batch, drafts)
+    """Runs every shape, which compiles what is not; returns how many."""
+    shapes = list(self._shapes())
+    for inputs, blocks in shapes:
       result = self._run(inputs, blocks)
     page = np.int32(0)
     record = self._extract(self._state.cache, page, self._layout)
@@ -319,18 +333,20 @@ class Runner:
       result = result._replace(logprobs=None)
     return jax.device_get(result)
 
-  def _run(self, inputs: StepInputs, blocks: int) -> StepResult:
-    self._state, result = self._step(
-      self._leaves,
-      self._state,
-      self._table,
-      inputs,
+  def _call(self, inputs: StepInputs, blocks: int):
+    """Arguments of the compiled step, and those that it is compiled for."""
+    static = dict(
       plan=self._plans[blocks][len(inputs.tokens) > 0],
       blocks=blocks,
       with_drafter=self.with_drafter,
       options=self._options,
       beside=self._beside,
     )
+    return (self._leaves, self._state, self._table, inputs), static
+
+  def _run(self, inputs: StepInputs, blocks: int) -> StepResult:
+    arguments, static = self._call(inputs, blocks)
+    self._state, result = self._step(*arguments, **static)
     for a in jax.tree.leaves(result):
       a.copy_to_host_async()
     return result

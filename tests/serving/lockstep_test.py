@@ -63,6 +63,7 @@ class LockstepTest(parameterized.TestCase):
   def test_the_follower_makes_every_step_of_the_leader(self):
     pod = Pod()
     leader = pod.leader
+    leader.warm_up()
     for turn in range(3):
       for i, text in enumerate(TEXTS):
         leader.submit(
@@ -148,7 +149,8 @@ class LockstepTest(parameterized.TestCase):
     with pytest.raises(ValueError, match='wait_for_restores'):
       Leader(make_engine(), [])
     pod = Pod(max_queue=7)
-    pod.leader._send('warm_up', pod.leader.engine.config)
+    with pytest.raises(PodError, match='process 1 of the pod is lost'):
+      pod.leader.warm_up()
     pod.thread.join(300)
     assert 'were both started with the same flags' in str(pod.error)
     pod.end()
