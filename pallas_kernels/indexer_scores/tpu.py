@@ -16,12 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_scores.tpu_body import (
-  CHUNK,
-  LANES,
-  Sizes,
-  score_tiles,
-)
+from pallas_kernels.indexer_scores.stream import CHUNK, LANES, Sizes
+from pallas_kernels.indexer_scores.tpu_body import score_tiles
 from pallas_kernels.tiling import PAGE, cdiv, pad_rows, round_up
 
 MAX_BLOCK = 16384  # keys of one buffer

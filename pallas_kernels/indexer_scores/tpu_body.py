@@ -1,18 +1,16 @@
-"""What runs on the core for one tile of rows: streams, scores, hides.
+"""What runs on the core for one tile of rows: scores, hides, in turns.
 
-While a block of keys is scored, the pages of the next one arrive in the other
-half of a buffer, and the page ids of the one after that in scalar memory.
-Starting a copy takes the scalar unit two to four cycles and a page arrives in
-ten to twenty, so all are started before the matmuls, in a loop that does
-nothing else: between the matmuls they hold the vector loads back. Every copy
-is waited for in the trip of the loop that started it: nothing is lost by it,
-and the compiler's cycle model can follow.
+All blocks of keys but the last are seen whole by the tile, so the loop over
+them is straight code: copies of a part of the next block are started before
+each part of this one is scored. The last two turns score, or read, a part of
+a block in loops of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,62 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.indexer_scores.reference import relu
+from pallas_kernels.indexer_scores.stream import (
+  CHUNK,
+  ID_SLOTS,
+  KEY_SEMS,
+  LANES,
+  SUB,
+  Sizes,
+  Stream,
+)
 from pallas_kernels.tiling import precision
 
-LANES = 128
-SUB = 8  # lines of one tile
-CHUNK = 1024  # keys whose scores fill a whole (8, 128) tile of a row
-MAX_PART = 4096  # keys of one trip of the innermost loop
-# Semaphores of the pages: the compiler takes copies that share one as one
-# after another, at half the memory's bandwidth.
-KEY_SEMS = 16
-ID_SLOTS = 4  # page ids of a block live from two blocks before to its end
 _VMEM_BYTES = 48 << 20  # of 64 MiB on the smallest generation
 NO = float('-inf')
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-  """What a kernel is specialised to.
-
-  Attributes:
-    rows: rows of one tile.
-    block: keys of one buffer, a multiple of `CHUNK`.
-    blocks: blocks of the padded context.
-    page: keys of one page.
-    ids: width of a block's row of page ids.
-    first: lowest visible position.
-    fill: write -inf into the blocks after those that the tile sees.
-    full: take every block and row as visible. For the compiler's cycle
-      model only, which does not follow data.
-    unroll: copies of pages are unrolled; the interpreter would compile each.
-  """
-
-  rows: int
-  block: int
-  blocks: int
-  page: int
-  ids: int
-  first: int
-  fill: bool
-  full: bool
-  unroll: bool
-
-  @property
-  def pages(self) -> int:
-    """Pages of one block."""
-    return self.block // self.page
-
-  @property
-  def part(self) -> int:
-    """Keys of one trip of the innermost loop; divides a block."""
-    chunks = self.block // CHUNK
-    return CHUNK * min(chunks & -chunks, max(MAX_PART // CHUNK // self.rows, 1))
-
-  @property
-  def parts(self) -> int:
-    """Parts of one block."""
-    return self.block // self.part
 
 
 def chunk_scores(q, w, keys, rows):
@@ -106,102 +61,6 @@ def chunk_scores(q, w, keys, rows):
   return jnp.concatenate(parts, axis=1)
 
 
-class Stream:
-  """The copies of one tile: page ids, pages and scales in, scores out.
-
-  What a turn needs is there when it begins: a turn starts the copies of the
-  next one and of its predecessor's scores, and waits for all of them at its
-  end.
-  """
-
-  def __init__(self, refs, sequence, last, turns, sizes: Sizes):
-    self.table, self.pool, self.plane, self.scores = refs[:4]
-    self.ids, self.keys, self.scales, self.out, self.none = refs[4:9]
-    self.id_sem, self.key_sem, self.scale_sem, self.out_sem = refs[9:13]
-    self.none_sem = refs[13]
-    self.sequence, self.last, self.turns = sequence, last, turns
-    self.sizes, self.lines = sizes, sizes.block // LANES
-
-  def parts(self, i):
-    """Parts of block i that the tile sees."""
-    if self.sizes.full:
-      return self.sizes.parts
-    keys = self.last + self.sizes.part - i * self.sizes.block
-    return jnp.clip(keys // self.sizes.part, 0, self.sizes.parts)
-
-  def page_id(self, i, j):
-    """Entry j of the row of page ids of block i, from scalar memory."""
-    return self.ids[i & (ID_SLOTS - 1), 0, j]
-
-  def page_ids(self, i):
-    """Copies a block's page ids into scalar memory; the last one's beyond."""
-    at = jnp.minimum(i, self.turns - 1)
-    slot = i & (ID_SLOTS - 1)
-    return pltpu.make_async_copy(
-      self.table.at[self.sequence * self.sizes.blocks + at],
-      self.ids.at[slot],
-      self.id_sem,
-    )
-
-  def pair_lines(self, i):
-    """Copies the lines that hold the scales of a block's keys."""
-    at = pl.ds(jnp.minimum(i, self.turns - 1) * self.lines, self.lines)
-    return pltpu.make_async_copy(
-      self.plane.at[:, self.sequence, at], self.scales.at[i & 1], self.scale_sem
-    )
-
-  def start_part(self, i, c):
-    """Starts the copies of the pages of part c of a block."""
-    size, pages = self.sizes.page, self.sizes.part // self.sizes.page
-
-    def page(j, _):
-      at = c * pages + j
-      pltpu.make_async_copy(
-        self.pool.at[self.page_id(i, at)],
-        self.keys.at[i & 1, pl.ds(at * size, size)],
-        self.key_sem.at[j % KEY_SEMS],
-      ).start()
-
-    lax.fori_loop(0, pages, page, None, unroll=self.sizes.unroll)
-
-  def wait_part(self, i):
-    """Waits for the pages of a part, those of a semaphore by their bytes."""
-    share = self.keys.at[i & 1, pl.ds(0, self.sizes.part // KEY_SEMS)]
-
-    def wait(sem, _):
-      pltpu.make_async_copy(share, share, self.key_sem.at[sem]).wait()
-
-    lax.fori_loop(0, KEY_SEMS, wait, None, unroll=self.sizes.unroll)
-
-  def start_rest(self, i):
-    """Starts what turn i needs beside its pages, and the page ids after it."""
-    self.page_ids(i + 1).start()
-    if self.plane is not None:
-      self.pair_lines(i).start()
-
-  def wait_rest(self, i):
-    """Waits for what `start_rest` started."""
-    self.page_ids(i + 1).wait()
-    if self.plane is not None:
-      self.pair_lines(i).wait()
-
-  def scored(self, i, t, row):
-    """Copies a block's scores of the tile's row t to their place."""
-    return pltpu.make_async_copy(
-      self.out.at[i & 1, t],
-      self.scores.at[row, pl.ds(i * self.lines, self.lines)],
-      self.out_sem,
-    )
-
-  def unseen(self, block, row):
-    """Copies -inf to where the row sees nothing."""
-    return pltpu.make_async_copy(
-      self.none,
-      self.scores.at[row, pl.ds(block * self.lines, self.lines)],
-      self.none_sem,
-    )
-
-
 def kernel(rows_ref, pos_ref, seq_ref, last_ref, q_ref, w_ref, *refs, sizes):
   """One tile of rows over the keys it sees.
 
@@ -215,79 +74,134 @@ def kernel(rows_ref, pos_ref, seq_ref, last_ref, q_ref, w_ref, *refs, sizes):
     *refs: of `Stream`.
     sizes: what is static.
   """
-  tile = pl.program_id(0)
-  places = [tile * sizes.rows + t for t in range(sizes.rows)]
+  t, rows = pl.program_id(0), sizes.rows
+  places = range(rows)
   lo = min(sizes.first // sizes.block, sizes.blocks)
-  last = last_ref[tile]
+  last = last_ref[t]
   hi = jnp.clip((last + sizes.block) // sizes.block, lo, sizes.blocks)
   hi = sizes.blocks if sizes.full else hi
-  stream = Stream(refs, seq_ref[tile], last, hi, sizes)
+  tile = Tile(
+    stream=Stream(refs, seq_ref[t], last, hi, sizes),
+    rows=[rows_ref[t * rows + place] for place in places],
+    positions=[pos_ref[t * rows + place] for place in places],
+    q=q_ref[0],
+    w=w_ref[0],
+    lo=lo,
+    hi=hi,
+  )
+  none = tile.stream.none
+  none[...] = jnp.full_like(none, NO)
+  tile.each_unseen(lambda block, row: tile.stream.unseen(block, row).start())
+  tile.when(hi > lo, lambda: walk(tile))
+  tile.each_unseen(lambda block, row: tile.stream.unseen(block, row).wait())
 
-  def when(condition, do):
-    do() if sizes.full else pl.when(condition)(do)
 
-  def each_row(do):
-    for t, place in enumerate(places):
-      row = rows_ref[place]
-      when(row >= 0, functools.partial(do, t, row))
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """A tile of rows and the blocks it sees.
 
-  def turn(i, _, straight):
-    stream.start_rest(i + 1)
-    done = jnp.maximum(i - 1, lo)
-    leaves = lambda t, row: stream.scored(done, t, row)
-    when(i > lo, lambda: each_row(lambda *at: leaves(*at).start()))
-    operands = q_ref[0], w_ref[0], [pos_ref[p] for p in places]
-    if straight:
-      for c in range(sizes.parts):
-        stream.start_part(i + 1, c)
-        score_part(stream, i, c, *operands)
-      for _ in range(sizes.parts):
-        stream.wait_part(i + 1)
-    else:
-      ahead, seen = stream.parts(i + 1), stream.parts(i)
-      each = lambda n, do: lax.fori_loop(0, n, lambda c, _: do(c), None)
-      each(ahead, lambda c: stream.start_part(i + 1, c))
-      each(seen, lambda c: score_part(stream, i, c, *operands))
-      if sizes.fill and not sizes.full:
-        lax.fori_loop(
-          seen, sizes.parts, lambda c, _: hide_part(stream, i, c), None
-        )
-      each(ahead, lambda c: stream.wait_part(i + 1))
-    # Rare, so no part of a profile: pages are missing behind a sequence.
-    pl.when(stream.page_id(i, sizes.pages) > 0)(lambda: hide_missing(stream, i))
-    when(i > lo, lambda: each_row(lambda *at: leaves(*at).wait()))
-    stream.wait_rest(i + 1)
+  Attributes:
+    stream: its copies.
+    rows: row of each place, -1 for none; scalars.
+    positions: position of each place.
+    q: [rows * I, H].
+    w: [rows * I, 1] f32.
+    lo: first block.
+    hi: the block behind the last one.
+  """
 
-  def walk():
-    ids = stream.page_ids(lo)
-    ids.start()
-    ids.wait()
-    stream.start_rest(lo)
-    parts = stream.parts(lo)
-    lax.fori_loop(0, parts, lambda c, _: stream.start_part(lo, c), None)
-    lax.fori_loop(0, parts, lambda c, _: stream.wait_part(lo), None)
-    stream.wait_rest(lo)
-    # All blocks but the last are seen whole, so the loop over them has no
-    # branches; the last two turns read or score a part of a block.
-    tail = jnp.maximum(hi - 2, lo)
-    lax.fori_loop(lo, tail, functools.partial(turn, straight=True), None)
-    lax.fori_loop(tail, hi, functools.partial(turn, straight=False), None)
-    each_row(lambda t, row: stream.scored(hi - 1, t, row).start())
-    each_row(lambda t, row: stream.scored(hi - 1, t, row).wait())
+  stream: Stream
+  rows: list[Any]
+  positions: list[Any]
+  q: jax.Array
+  w: jax.Array
+  lo: int
+  hi: Any
 
-  def each_unseen(do):
-    ahead = sizes.blocks if sizes.fill else hi
-    for start, stop in ((0, lo), (hi, ahead)):
-      each_row(
-        lambda t, row, start=start, stop=stop: lax.fori_loop(
+  @property
+  def sizes(self) -> Sizes:
+    """What is static."""
+    return self.stream.sizes
+
+  def when(self, condition, do):
+    """`pl.when`, or always in a profile."""
+    do() if self.sizes.full else pl.when(condition)(do)
+
+  def each_row(self, do):
+    """Calls do(place, row) for the places that have one."""
+    for place, row in enumerate(self.rows):
+      self.when(row >= 0, functools.partial(do, place, row))
+
+  def each_unseen(self, do):
+    """Calls do(block, row) for blocks that are written without being seen."""
+    ahead = self.sizes.blocks if self.sizes.fill else self.hi
+    for start, stop in ((0, self.lo), (self.hi, ahead)):
+      self.each_row(
+        lambda _, row, start=start, stop=stop: lax.fori_loop(
           start, stop, lambda block, _: do(block, row), None
         )
       )
 
-  stream.none[...] = jnp.full_like(stream.none, NO)
-  each_unseen(lambda block, row: stream.unseen(block, row).start())
-  when(hi > lo, walk)
-  each_unseen(lambda block, row: stream.unseen(block, row).wait())
+  def score(self, i, c):
+    """Scores part c of turn i."""
+    score_part(self.stream, i, c, self.q, self.w, self.positions)
+
+
+def times(n, do):
+  """Calls do(i) n times."""
+  lax.fori_loop(0, n, lambda i, _: do(i), None)
+
+
+def walk(tile: Tile):
+  """All turns of a tile that sees a block."""
+  stream, lo, hi = tile.stream, tile.lo, tile.hi
+  ids = stream.page_ids(lo)
+  ids.start()
+  ids.wait()
+  stream.start_rest(lo)
+  times(stream.parts(lo), lambda c: stream.start_part(lo, c))
+  times(stream.parts(lo), lambda c: stream.wait_part(lo))
+  stream.wait_rest(lo)
+  tail = jnp.maximum(hi - 2, lo)
+  lax.fori_loop(lo, tail, lambda i, _: turn(tile, i, straight_parts), None)
+  lax.fori_loop(tail, hi, lambda i, _: turn(tile, i, looped_parts), None)
+  tile.each_row(lambda t, row: stream.scored(hi - 1, t, row).start())
+  tile.each_row(lambda t, row: stream.scored(hi - 1, t, row).wait())
+
+
+def turn(tile: Tile, i, parts):
+  """Scores block i while block i + 1 arrives and scores of i - 1 leave."""
+  stream = tile.stream
+  stream.start_rest(i + 1)
+  done = jnp.maximum(i - 1, tile.lo)
+  leaves = lambda t, row: stream.scored(done, t, row)
+  tile.when(i > tile.lo, lambda: tile.each_row(lambda *at: leaves(*at).start()))
+  parts(tile, i)
+  # Rare, so no part of a profile: pages are missing behind a sequence.
+  missing = stream.page_id(i, tile.sizes.pages) > 0
+  pl.when(missing)(lambda: hide_missing(stream, i))
+  tile.when(i > tile.lo, lambda: tile.each_row(lambda *at: leaves(*at).wait()))
+  stream.wait_rest(i + 1)
+
+
+def straight_parts(tile: Tile, i):
+  """The parts of a block that is seen whole, as is the next one."""
+  for c in range(tile.sizes.parts):
+    tile.stream.start_part(i + 1, c)
+    tile.score(i, c)
+  for _ in range(tile.sizes.parts):
+    tile.stream.wait_part(i + 1)
+
+
+def looped_parts(tile: Tile, i):
+  """The parts of block i that are seen; -inf for the others with `fill`."""
+  stream, sizes = tile.stream, tile.sizes
+  ahead, seen = stream.parts(i + 1), stream.parts(i)
+  times(ahead, lambda c: stream.start_part(i + 1, c))
+  times(seen, lambda c: tile.score(i, c))
+  if sizes.fill and not sizes.full:
+    lax.fori_loop(seen, sizes.parts, lambda c, _: hide_part(stream, i, c), None)
+  times(ahead, lambda c: stream.wait_part(i + 1))
 
 
 def hide_part(stream: Stream, i, c):
