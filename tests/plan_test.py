@@ -12,6 +12,7 @@ import tempfile
 
 import jax
 import small_models
+import pytest
 from absl.testing import parameterized
 from jax.sharding import Mesh
 
@@ -451,13 +452,22 @@ class OptionsTest(parameterized.TestCase):
 class LauncherTest(parameterized.TestCase):
   @parameterized.parameters(
     ([], '--topology is needed'),
-    (['--topology=v9:2x2'], 'v9'),
     (['--topology=v6e:2x2', '--mesh=context=3'], 'mesh .*context=3'),
+  )
+  def test_bad_input_is_one_line_and_exit_2(self, flags, message):
+    self.check(flags, message)
+
+  @parameterized.parameters(
+    (['--topology=v9:2x2'], 'v9'),
     (['--topology=v6e:2x2', '--mesh=ring=4'], 'ring'),
     (['--topology=v6e:2x2', '--step=sleep'], 'sleep'),
     (['--topology=v6e:2x2', '--model=nowhere'], 'nowhere'),
   )
-  def test_bad_input_is_one_line_and_exit_2(self, flags, message):
+  @pytest.mark.long
+  def test_more_bad_input(self, flags, message):
+    self.check(flags, message)
+
+  def check(self, flags, message):
     done = subprocess.run(
       [sys.executable, ROOT / 'launch' / 'plan.py', *flags],
       capture_output=True,
