@@ -11,8 +11,8 @@ import sys
 import tempfile
 
 import jax
-import small_models
 import pytest
+import small_models
 from absl.testing import parameterized
 from jax.sharding import Mesh
 
