@@ -185,6 +185,20 @@ def _outputs_of_a_block(F: int, D: int, itemsize: int) -> int:
   return cdiv(cdiv(F, LANES), blocks) * LANES
 
 
+def _block_sizes(M: int, F: int, D: int, dtype: jnp.dtype) -> dict[str, int]:
+  """Rows and outputs of a block, and trips of its loop that are unrolled."""
+  return block_sizes(
+    'grouped_matmul',
+    dict(rows=M, outputs=F, inputs=D),
+    dtype,
+    dict(
+      row_tile=ROWS,
+      outputs=_outputs_of_a_block(F, D, dtype.itemsize),
+      unroll=8,
+    ),
+  )
+
+
 def grouped_matmul(
   x: jax.Array,  # [M, D], rows sorted by expert
   weights: jax.Array,  # [L, E, F, D]
@@ -214,16 +228,7 @@ def grouped_matmul(
   E, F = weights.shape[1:3]
   if M == 0:
     return jnp.zeros((0, F), x.dtype)
-  sizes = block_sizes(
-    'grouped_matmul',
-    dict(rows=M, outputs=F, inputs=D),
-    weights.dtype,
-    dict(
-      row_tile=ROWS,
-      outputs=_outputs_of_a_block(F, D, weights.dtype.itemsize),
-      unroll=8,
-    ),
-  )
+  sizes = _block_sizes(M, F, D, weights.dtype)
   rows, outputs = min(sizes['row_tile'], M), sizes['outputs']
   visits = visit_list(group_sizes, M, rows)
 

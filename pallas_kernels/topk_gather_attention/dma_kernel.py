@@ -76,6 +76,40 @@ def accumulate(state, logits, keep, values):
   l[...] = jnp.broadcast_to(total, l.shape)
 
 
+def _groups(count_ref, size, t, c):
+  """Groups of copies of chunk c of row t."""
+  left = jnp.clip(count_ref[t] - c * size, 0, size)
+  return pl.cdiv(left, _GROUP)
+
+
+def _start(slots_ref, count_ref, words, buffer, arrived, pack, t, c, half):
+  """Starts the copies of chunk c of row t into a half of the buffer."""
+  size = buffer.shape[1]
+
+  def group(g, _):
+    for i in range(_GROUP):
+      at = g * _GROUP + i
+      row = jnp.maximum(slots_ref[t, c * size + at], 0) // pack
+      pltpu.make_async_copy(
+        words.at[pl.ds(row, 1)],
+        buffer.at[half, pl.ds(at, 1)],
+        arrived.at[half],
+      ).start()
+
+  lax.fori_loop(0, _groups(count_ref, size, t, c), group, None)
+
+
+def _wait(slots_ref, count_ref, words, buffer, arrived, t, c, half):
+  """Waits for what `_start` started, a group at a time by its bytes."""
+  del slots_ref, words
+  whole = buffer.at[half, pl.ds(0, _GROUP)]
+
+  def group(g, _):
+    pltpu.make_async_copy(whole, whole, arrived.at[half]).wait()
+
+  lax.fori_loop(0, _groups(count_ref, buffer.shape[1], t, c), group, None)
+
+
 def kernel(slots_ref, count_ref, q_ref, keep_ref, *refs, dtype, scale, widths):
   """One query row.
 
@@ -97,31 +131,9 @@ def kernel(slots_ref, count_ref, q_ref, keep_ref, *refs, dtype, scale, widths):
   words = pool if pool.dtype.itemsize == 4 else pool.bitcast(jnp.int32)
   t, rows, size = pl.program_id(0), pl.num_programs(0), buffer.shape[1]
   chunks = lambda t: jnp.maximum(pl.cdiv(count_ref[t], size), 1)
-
-  def groups(t, c):
-    left = jnp.clip(count_ref[t] - c * size, 0, size)
-    return pl.cdiv(left, _GROUP)
-
-  def start(t, c, half):
-    def group(g, _):
-      for i in range(_GROUP):
-        at = g * _GROUP + i
-        row = jnp.maximum(slots_ref[t, c * size + at], 0) // pack
-        pltpu.make_async_copy(
-          words.at[pl.ds(row, 1)],
-          buffer.at[half, pl.ds(at, 1)],
-          arrived.at[half],
-        ).start()
-
-    lax.fori_loop(0, groups(t, c), group, None)
-
-  def wait(t, c, half):
-    whole = buffer.at[half, pl.ds(0, _GROUP)]
-
-    def group(g, _):
-      pltpu.make_async_copy(whole, whole, arrived.at[half]).wait()
-
-    lax.fori_loop(0, groups(t, c), group, None)
+  copies = slots_ref, count_ref, words, buffer, arrived
+  start = functools.partial(_start, *copies, pack)
+  wait = functools.partial(_wait, *copies)
 
   @pl.when(t == 0)
   def _():
@@ -173,6 +185,32 @@ def _attend_records(q, records, scales, keep, state, scale, widths):
   accumulate(state, logits, keep, lambda p: record_values(p, latent, scales))
 
 
+def _operands(q, slots, count, scales, pack, chunk):
+  """Queries, the rows of each word that are selected, and scales by row."""
+  T, k = slots.shape
+  by_row = lambda x: jnp.repeat(x, pack, axis=1)
+  chunked = lambda x: x.reshape(T, k // chunk, chunk * pack, *x.shape[2:])
+  mine = by_row(slots) % pack == jnp.arange(k * pack) % pack
+  inside = jnp.arange(k) < count[:, None]
+  keep = mine & by_row((slots >= 0) & inside)
+  arrays = [q, chunked(keep.astype(jnp.int32))]
+  if scales is not None:
+    arrays.append(chunked(by_row(scales)).swapaxes(2, 3))
+  return arrays
+
+
+def _cost(q, rows, k, latent_width):
+  """With all k slots in use; fewer cost less."""
+  T, N, width = q.shape
+  return pl.CostEstimate(
+    flops=2 * T * N * k * (width + latent_width),
+    transcendentals=T * N * k,
+    bytes_accessed=q.size * q.dtype.itemsize
+    + T * k * rows.shape[1] * rows.dtype.itemsize
+    + 4 * T * N * (latent_width + 2 * LANES),
+  )
+
+
 def partials(
   q: jax.Array,
   rows: jax.Array,
@@ -206,17 +244,10 @@ def partials(
   """
   (T, N, _), (k, W) = q.shape, (slots.shape[1], rows.shape[1])
   pack = 4 // rows.dtype.itemsize
-  by_row = lambda x: jnp.repeat(x, pack, axis=1)
-  chunked = lambda x: x.reshape(T, k // chunk, chunk * pack, *x.shape[2:])
-  mine = by_row(slots) % pack == jnp.arange(k * pack) % pack
-  inside = jnp.arange(k) < count[:, None]
-  keep = mine & by_row((slots >= 0) & inside)
   block = lambda *shape: pl.BlockSpec(
     (1, *shape), lambda t, *_: (t,) + (0,) * len(shape)
   )
-  arrays = [q, chunked(keep.astype(jnp.int32))]
-  if scales is not None:
-    arrays.append(chunked(by_row(scales)).swapaxes(2, 3))
+  arrays = _operands(q, slots, count, scales, pack, chunk)
   words = jnp.float32 if pack == 1 else jnp.int32
   acc, m, l = pl.pallas_call(  # noqa: E741
     functools.partial(
@@ -248,14 +279,7 @@ def partials(
       # Slots are within the pool; a check costs as much as a copy.
       disable_bounds_checks=True,
     ),
-    # With all k slots in use; fewer cost less.
-    cost_estimate=pl.CostEstimate(
-      flops=2 * T * N * k * (q.shape[2] + latent_width),
-      transcendentals=T * N * k,
-      bytes_accessed=q.size * q.dtype.itemsize
-      + T * k * W * rows.dtype.itemsize
-      + 4 * T * N * (latent_width + 2 * LANES),
-    ),
+    cost_estimate=_cost(q, rows, k, latent_width),
     interpret=interpret,
     name='partial_attention',
   )(slots, count, *arrays, words_of(rows) if interpret else rows)
