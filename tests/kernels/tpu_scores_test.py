@@ -42,8 +42,15 @@ class TpuScoresTest(parameterized.TestCase):
     self.assertEqual(actual.dtype, np.float32)
     assert_close(actual, expected, atol=1e-4, rtol=1e-5, name='scores')
 
-  @parameterized.parameters('f32', 'fp8')
-  def test_mixed_rows_over_several_blocks(self, dtype):
+  def test_mixed_rows_over_several_blocks(self):
+    self.check_mixed('fp8')
+
+  @parameterized.parameters('f32', 'bf16')
+  @pytest.mark.long
+  def test_mixed_rows_of_other_dtypes(self, dtype):
+    self.check_mixed(dtype)
+
+  def check_mixed(self, dtype):
     """Tiles of 4, 3 and 1 rows, padding, holes; 32 heads; three blocks."""
     rows = [(0, 2100), (2, 0), (1, 1100), (0, -1), (1, 63), (1, 1024)]
     rows += [(0, 1023), (0, 70), (0, 1), (2, 5)]

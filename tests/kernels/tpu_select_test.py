@@ -95,8 +95,14 @@ class TpuSelectTest(parameterized.TestCase):
     scores[2] = np.maximum(scores[2], 2.875)
     self.check(scores, [S - 1, S - 1, S - 77], 2048)
 
-  @parameterized.parameters('bf16', 'fp8')
-  def test_scores_and_selection_equal_xla(self, dtype):
+  def test_scores_and_selection_equal_xla(self):
+    self.check_public('fp8')
+
+  @pytest.mark.long
+  def test_scores_and_selection_of_bf16_keys_equal_xla(self):
+    self.check_public('bf16')
+
+  def check_public(self, dtype):
     """32 heads, more keys than k, blocks of 8 rows, one block of keys more.
 
     Keys and queries are small integers, so that every implementation has
