@@ -26,7 +26,6 @@ FLAGS = (
   *('--max_num_seqs=2', '--max_num_batched_tokens=32', '--port=0'),
   '--heartbeat_seconds=10',
   *('--num_gpu_blocks_override=16', '--kv_offloading_size=0.01'),
-  '--num_speculative_tokens=2',
 )  # fmt: skip
 PERSON = {
   'type': 'object',
@@ -55,7 +54,7 @@ class PodTest(parameterized.TestCase):
     cls.compiled = tempfile.TemporaryDirectory()
     cls.addClassCleanup(cls.compiled.cleanup)
 
-  def start(self, cache_plan):
+  def start(self, cache_plan, drafts=2):
     """A pod that answers: (pair, its URL)."""
     from glm_jax.checkpoints import save_published
 
@@ -71,6 +70,7 @@ class PodTest(parameterized.TestCase):
       f'--model={path / "model"}',
       f'--json={ready}',
       f'--cache_plan={cache_plan}',
+      f'--num_speculative_tokens={drafts}',
       f'--compilation_cache_dir={self.compiled.name}',
       *FLAGS,
       launcher=str(SERVE),
@@ -120,7 +120,7 @@ class PodTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 1)
   def test_killing_one_process_ends_the_other_in_one_line(self, victim):
-    pair, server = self.start('token_split')
+    pair, server = self.start('token_split', drafts=0)
     other = 1 - victim
     body = {'prompt': [1, 2, 3], 'max_tokens': 200, 'ignore_eos': True}
     body |= {'stream': True}
