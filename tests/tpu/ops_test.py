@@ -83,6 +83,8 @@ def budget(spec, implementation):
     if spec.args[2] is not None:  # a layer's scales, padded to 128 lanes
       own += 8 * size(spec.args[2]) // spec.args[2].shape[0]
     return (1 << 20) + (own if implementation == 'tpu' else 3 * own + BLOCK)
+  if spec.op in ('indexer_scores', 'streaming_topk') and spec.dtype == 'fp8':
+    own += size(spec.args[3])  # scales leave their plane in lines of two pages
   if spec.op == 'indexer_scores':
     own += result_bytes(spec)
   return SLACK[implementation] * BLOCK + 2 * own
