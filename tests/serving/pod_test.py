@@ -128,7 +128,10 @@ class PodTest(parameterized.TestCase):
     connection = http.client.HTTPConnection(address, timeout=120)
     connection.request('POST', '/v1/completions', json.dumps(body).encode(),
                        {'content-type': 'application/json'})  # fmt: skip
-    connection.getresponse().readline()  # in the middle of a request
+    answer = connection.getresponse()
+    self.addCleanup(connection.close)
+    self.addCleanup(answer.close)
+    answer.readline()  # in the middle of a request
     before = pair.read(other, 'err')
     pair.processes[victim].kill()
     assert pair.processes[other].wait(timeout=60) != 0
