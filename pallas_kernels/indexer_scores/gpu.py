@@ -43,25 +43,25 @@ def sequence_scores(
   Returns:
     [T, S] float32; limits are the caller's.
   """
-  T, I, H = q.shape
+  T, heads, H = q.shape
   S = keys.shape[0]
-  if not fits(T, I, H, S):
+  if not fits(T, heads, H, S):
     raise NotImplementedError(
-      f'{T} rows of {I} heads of {H}, {S} keys: rows must be a multiple of '
+      f'{T} rows of {heads} heads of {H}, {S} keys: rows must be a multiple of '
       f'{_ROWS}, keys of {_KEYS}, heads and width powers of two from 16'
     )
 
   def kernel(q_ref, w_ref, k_ref, o_ref):
     dots = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32)
-    scores = (relu(dots) * w_ref[...][:, None]).reshape(_ROWS, I, _KEYS)
+    scores = (relu(dots) * w_ref[...][:, None]).reshape(_ROWS, heads, _KEYS)
     o_ref[...] = jnp.sum(scores, axis=1)
 
   return pl.pallas_call(
     kernel,
     grid=(T // _ROWS, S // _KEYS),
     in_specs=[
-      pl.BlockSpec((_ROWS * I, H), lambda i, j: (i, 0)),
-      pl.BlockSpec((_ROWS * I,), lambda i, j: (i,)),
+      pl.BlockSpec((_ROWS * heads, H), lambda i, j: (i, 0)),
+      pl.BlockSpec((_ROWS * heads,), lambda i, j: (i,)),
       pl.BlockSpec((_KEYS, H), lambda i, j: (j, 0)),
     ],
     out_specs=pl.BlockSpec((_ROWS, _KEYS), lambda i, j: (i, j)),
@@ -69,4 +69,4 @@ def sequence_scores(
     compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=3),
     interpret=interpret,
     name='sequence_scores',
-  )(q.reshape(T * I, H), w.reshape(T * I), keys)
+  )(q.reshape(T * heads, H), w.reshape(T * heads), keys)

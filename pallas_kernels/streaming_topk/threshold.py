@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.streaming_topk.reference import comparable
 
-_SIGN = np.uint32(1 << 31)
+_MAGNITUDE = 0x7FFFFFFF  # kernels take no array from outside: a Python number
 
 
 def sortable(scores: jax.Array) -> jax.Array:
   """uint32 in the order of `comparable` scores."""
   bits = lax.bitcast_convert_type(scores, jnp.uint32)
-  return jnp.where(bits & _SIGN, ~bits, bits | _SIGN)
+  return jnp.where(bits >> 31 == 1, ~bits, ~(~bits & _MAGNITUDE))
 
 
 def top_mask(scores: jax.Array, k: int) -> jax.Array:
@@ -41,7 +40,7 @@ def search_mask(scores: jax.Array, k: int) -> jax.Array:
   """`top_mask` of `comparable` scores; what a kernel runs on its block."""
   S = scores.shape[-1]
   valid = scores > -jnp.inf
-  keys = jnp.where(valid, sortable(scores), np.uint32(0))
+  keys = jnp.where(valid, sortable(scores), 0)
   count = lambda which: jnp.sum(which, axis=-1, dtype=jnp.int32)
   enough = lambda bound: count(keys >= bound[..., None]) >= k
   start = jnp.zeros(scores.shape[:-1], jnp.uint32)
@@ -65,7 +64,8 @@ def _search(start, bits: int, holds) -> jax.Array:
 
   def step(i, value):
     shift = (bits - 2 - 2 * i).astype(jnp.uint32)
-    tries = [value + (np.uint32(c) << shift) for c in (1, 2, 3)]
+    one = jnp.ones_like(shift)
+    tries = [value + c * (one << shift) for c in (1, 2, 3)]
     passed = sum(holds(t).astype(jnp.uint32) for t in tries)
     return value + (passed << shift)
 
