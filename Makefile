@@ -8,19 +8,25 @@ CPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALL
 # The oracle's torch, where there is none yet; any build will do.
 TORCH ?= torch==2.13.0
 
-.PHONY: ablation demo soak test test-long test-tpu validate lint clean
+# Tests compile more than they run: programs need not be fast.
+CI_FLAGS := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
+
+.PHONY: ablation demo notebooks soak test test-long test-tpu validate lint clean
 
 demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
-	$(CPU) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu' --durations=8
+	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu' --durations=8
 
 test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8
 
 test-tpu: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -s -m tpu --durations=8
+
+notebooks: $(VENV)/.dev
+	$(CPU) $(BIN)/python -m pytest -q -m long tests/notebooks_test.py
 
 soak: $(VENV)/.dev
 	$(CPU) $(BIN)/python launch/soak.py --requests=300
