@@ -61,7 +61,8 @@ class PlanTest(parameterized.TestCase):
     assert e.runner.compilations() == compiled
     assert rounds['1.0'][-1].cached_tokens == 129
     assert e.store.counts['restored_pages'] > 0
-    best = jax.jit(lambda ids: forward(plan_cases.model(), ids).logits[0])
+    model = plan_cases.model()
+    best = jax.jit(lambda ids: forward(model, ids).logits[0])
     for name, new in tokens(rounds).items():
       text = texts[int(name[2:])]
       ids = (*text, *new, *[0] * 140)[:140]
