@@ -266,8 +266,9 @@ class SuiteTest(absltest.TestCase):
     by_op = {'indexer_scores.1': 70, 'select_topk.1': 10}
     kept = dict(cycles_by_op=by_op, simulated_share=1 / 8)
     made = lambda case, us, details: Row(
-      'op', case, 'tpu', 'v6e', 'bf16', '', us, None, None, None, None,
-      'compiled', 'c', 'd', details,
+      suite='op', case=case, system='tpu', device='v6e', dtype='bf16',
+      shape='', us=us, evidence='compiled', command='c', date='d',
+      details=details,
     )  # fmt: skip
     rows = [
       made('streaming_topk/decode_8x1m', 90.0, kept),

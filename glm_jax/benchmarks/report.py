@@ -57,7 +57,7 @@ class Request:
   scale: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
   """One number with all that it depends on (design section 8).
 
@@ -86,10 +86,10 @@ class Row:
   dtype: str
   shape: str
   us: float | None
-  tflops: float | None
-  gbps: float | None
-  roofline_share: float | None
-  ratio: float | None
+  tflops: float | None = None
+  gbps: float | None = None
+  roofline_share: float | None = None
+  ratio: float | None = None
   evidence: str
   command: str
   date: str
