@@ -19,13 +19,13 @@ _TRUNK = pathlib.Path(__file__).with_name('glm_nano.py')
 
 
 def get_train_config() -> TrainConfig:
-  """16 M tokens; every 8th row teaches."""
+  """31 M tokens; every 8th row teaches."""
   return TrainConfig(
     model=runpy.run_path(str(_TRUNK))['get_config'](mtp_layers=0),
     stages=(
       Stage(
         name='index',
-        steps=120,
+        steps=240,
         window=8192,
         batch=16,
         train=('indexer',),
