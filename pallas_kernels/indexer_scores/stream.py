@@ -40,6 +40,7 @@ class Sizes:
     full: take every block and row as visible. For the compiler's cycle
       model only, which does not follow data.
     unroll: copies of pages are unrolled; the interpreter would compile each.
+    split: queries are two parts in e4m3, for keys that are not widened.
   """
 
   rows: int
@@ -51,11 +52,19 @@ class Sizes:
   fill: bool
   full: bool
   unroll: bool
+  split: bool
 
   @property
   def pages(self) -> int:
     """Pages of one block."""
     return self.block // self.page
+
+  def entry(self, page):
+    """Where a page's id stands among those of its block.
+
+    Even pages come before odd ones: a line of keys has one of each.
+    """
+    return page % 2 * (self.pages // 2) + page // 2
 
   @property
   def part(self) -> int:
@@ -79,9 +88,9 @@ class Stream:
 
   def __init__(self, refs, sequence, last, turns, sizes: Sizes):
     self.table, self.pool, self.plane, self.scores = refs[:4]
-    self.ids, self.keys, self.scales, self.out, self.none = refs[4:9]
-    self.id_sem, self.key_sem, self.scale_sem, self.out_sem = refs[9:13]
-    self.none_sem = refs[13]
+    self.ids, self.keys, self.out, self.none = refs[4:8]
+    self.id_sem, self.key_sem, self.out_sem, self.none_sem = refs[8:12]
+    self.scales, self.pairs, self.scale, self.scale_sem = refs[12:]
     self.sequence, self.last, self.turns = sequence, last, turns
     self.sizes, self.lines = sizes, sizes.block // LANES
 
@@ -96,22 +105,29 @@ class Stream:
     """Entry j of the row of page ids of block i, from scalar memory."""
     return self.ids[i & (ID_SLOTS - 1), 0, j]
 
-  def page_ids(self, i):
-    """Copies a block's page ids into scalar memory; the last one's beyond."""
+  def table_row(self, i):
+    """A block's row of page ids; the last one's beyond."""
     at = jnp.minimum(i, self.turns - 1)
-    slot = i & (ID_SLOTS - 1)
-    return pltpu.make_async_copy(
-      self.table.at[self.sequence * self.sizes.blocks + at],
-      self.ids.at[slot],
-      self.id_sem,
-    )
+    return self.table.at[self.sequence * self.sizes.blocks + at]
+
+  def page_ids(self, i):
+    """Copies a block's page ids into scalar memory."""
+    slot = self.ids.at[i & (ID_SLOTS - 1)]
+    return pltpu.make_async_copy(self.table_row(i), slot, self.id_sem)
 
   def pair_lines(self, i):
-    """Copies the lines that hold the scales of a block's keys."""
+    """Copies what the scales of a block's keys are made of.
+
+    These are the lines that hold them, and the page ids, which say what half
+    of a line; ids are wanted in vectors here.
+    """
     at = pl.ds(jnp.minimum(i, self.turns - 1) * self.lines, self.lines)
-    return pltpu.make_async_copy(
-      self.plane.at[:, self.sequence, at], self.scales.at[i & 1], self.scale_sem
+    lines = self.plane.at[:, self.sequence, at]
+    ids = self.table_row(i).at[:, pl.ds(0, self.pairs.shape[-1])]
+    copy = lambda source, at: pltpu.make_async_copy(
+      source, at.at[i & 1], self.scale_sem
     )
+    return copy(lines, self.scales), copy(ids, self.pairs)
 
   def start_part(self, i, c):
     """Starts the copies of the pages of part c of a block."""
@@ -120,7 +136,7 @@ class Stream:
     def page(j, _):
       at = c * pages + j
       pltpu.make_async_copy(
-        self.pool.at[self.page_id(i, at)],
+        self.pool.at[self.page_id(i, self.sizes.entry(at))],
         self.keys.at[i & 1, pl.ds(at * size, size)],
         self.key_sem.at[j % KEY_SEMS],
       ).start()
@@ -140,13 +156,15 @@ class Stream:
     """Starts what turn i needs beside its pages, and the page ids after it."""
     self.page_ids(i + 1).start()
     if self.plane is not None:
-      self.pair_lines(i).start()
+      for copy in self.pair_lines(i):
+        copy.start()
 
   def wait_rest(self, i):
     """Waits for what `start_rest` started."""
     self.page_ids(i + 1).wait()
     if self.plane is not None:
-      self.pair_lines(i).wait()
+      for copy in self.pair_lines(i):
+        copy.wait()
 
   def scored(self, i, t, row):
     """Copies a block's scores of the tile's row t to their place."""

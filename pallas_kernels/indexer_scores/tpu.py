@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.block_sizes import generation
 from pallas_kernels.indexer_scores.stream import CHUNK, LANES, Sizes
 from pallas_kernels.indexer_scores.tpu_body import score_tiles
 from pallas_kernels.tiling import PAGE, cdiv, pad_rows, round_up
 
 MAX_BLOCK = 16384  # keys of one buffer
 MAX_TILE = 16  # rows that share one stream of keys
+FP8_UNITS = ('v6e', 'tpu7x')  # their matrix units take e4m3
 
 
 def blocks_of(pages: int, page: int) -> tuple[int, int]:
@@ -67,12 +69,14 @@ def block_ids(page_table: jax.Array, size: int, sizes: Sizes) -> jax.Array:
 
   A page to read for each of the block's, which is any page where it is
   missing; then 1 if one is missing; then the ids as they are, -1 for missing.
+  Ids stand where `Sizes.entry` says.
   """
   B, n = page_table.shape
   pages = sizes.blocks * sizes.pages
   ids = jnp.minimum(page_table, size - 1)
   ids = jnp.pad(ids, ((0, 0), (0, pages - n)), constant_values=-1)
-  ids = ids.reshape(B * sizes.blocks, 1, sizes.pages)
+  ids = ids.reshape(B * sizes.blocks, 1, sizes.pages // 2, 2)
+  ids = ids.swapaxes(2, 3).reshape(B * sizes.blocks, 1, sizes.pages)
   hole = jnp.any(ids < 0, axis=-1, keepdims=True).astype(jnp.int32)
   parts = [jnp.maximum(ids, 0), hole, ids]
   rest = sizes.ids - 2 * sizes.pages - 1
@@ -126,6 +130,7 @@ def scores_in_lines(
     fill=fill,
     full=full,
     unroll=interpret is False,
+    split=splits(q, key_scales, rows),
   )
   lines = blocks * block // LANES
   if T == 0:
@@ -135,6 +140,8 @@ def scores_in_lines(
   )
   tiles = seq_of.shape[0]
   at = jnp.maximum(row_of, 0)
+  if sizes.split and not full:  # the cycle model aborts on it, once a call
+    q, w = scaled_queries(q, w)
   return score_tiles(
     row_of,
     jnp.where(row_of >= 0, row_pos[at], -1),
@@ -149,6 +156,34 @@ def scores_in_lines(
     sizes=sizes,
     interpret=interpret,
   )
+
+
+def splits(q: jax.Array, key_scales: jax.Array | None, rows: int) -> bool:
+  """Whether queries are split in two, instead of the keys being widened.
+
+  A single row is bound by what is done to every key. More rows of a tile
+  share that, and would pay for twice the products.
+  """
+  narrow = key_scales is not None and q.dtype == jnp.bfloat16
+  return narrow and rows == 1 and generation() in FP8_UNITS
+
+
+def scaled_queries(q: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Queries in the range of e4m3, and the weights that undo it.
+
+  The largest feature of a head comes to lie within 192 and 384, by a power of
+  two. What `split_query` then loses of any feature is below 2^-21 of that
+  one: less than the sum's own rounding.
+
+  Args:
+    q: [T, I, H] bf16.
+    w: [T, I] float32.
+  """
+  top = jnp.max(jnp.abs(q.astype(jnp.float32)), axis=-1)
+  power = lax.reduce_precision(jnp.maximum(top, 2.0**-100), 8, 0)
+  # Back in bf16, whatever a division by a power of two rounds to.
+  q = (q * (256 / power)[..., None]).astype(jnp.bfloat16)
+  return q, w * (power * (1 / 256))
 
 
 def pair_lines(

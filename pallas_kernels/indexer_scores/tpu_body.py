@@ -28,22 +28,37 @@ from pallas_kernels.indexer_scores.stream import (
   Sizes,
   Stream,
 )
-from pallas_kernels.tiling import precision
+from pallas_kernels.tiling import precision, round_up
 
+LOW = 16  # times which a query's low part is stored
 _VMEM_BYTES = 48 << 20  # of 64 MiB on the smallest generation
 NO = float('-inf')
+E4M3 = jnp.float8_e4m3fn
+
+
+def split_query(q):
+  """Queries as two parts in e4m3, high above low, [2 * rows * I, H].
+
+  Four bits each hold the eight of a bf16, so that products with e4m3 keys
+  are those of the queries as they are. `scaled_queries` says what is lost.
+  """
+  q = q.astype(jnp.float32)
+  high = q.astype(E4M3)
+  low = (q - high.astype(jnp.float32)) * LOW
+  return jnp.concatenate([high, low.astype(E4M3)])
 
 
 def chunk_scores(q, w, keys, rows):
   """Scores of some keys, [rows, C / 128, 128] float32.
 
   Args:
-    q: [rows * I, H].
+    q: [rows * I, H], or of `split_query`.
     w: [rows * I, 1] float32.
     keys: [C, H].
     rows: rows of the tile.
   """
-  heads = q.shape[0] // rows
+  count = w.shape[0]
+  heads = count // rows
   # Results of one product: few enough to stay near the registers.
   width = min(keys.shape[0], max(2 * LANES, CHUNK // rows))
   parts = []
@@ -55,6 +70,8 @@ def chunk_scores(q, w, keys, rows):
       precision=precision(q, keys),
       preferred_element_type=jnp.float32,
     )
+    if q.shape[0] > count:
+      dots = dots[:count] + dots[count:] * (1 / LOW)
     weighted = (relu(dots) * w).reshape(rows, heads, width)
     scores = jnp.sum(weighted, axis=1)
     parts.append(scores.reshape(rows, width // LANES, LANES))
@@ -80,11 +97,15 @@ def kernel(rows_ref, pos_ref, seq_ref, last_ref, q_ref, w_ref, *refs, sizes):
   last = last_ref[t]
   hi = jnp.clip((last + sizes.block) // sizes.block, lo, sizes.blocks)
   hi = sizes.blocks if sizes.full else hi
+  q = q_ref[0]
+  if sizes.split:
+    # The cycle model aborts on the conversion, once a tile.
+    q = pltpu.bitcast(q, E4M3) if sizes.full else split_query(q)
   tile = Tile(
     stream=Stream(refs, seq_ref[t], last, hi, sizes),
     rows=[rows_ref[t * rows + place] for place in places],
     positions=[pos_ref[t * rows + place] for place in places],
-    q=q_ref[0],
+    q=q,
     w=w_ref[0],
     lo=lo,
     hi=hi,
@@ -104,7 +125,7 @@ class Tile:
     stream: its copies.
     rows: row of each place, -1 for none; scalars.
     positions: position of each place.
-    q: [rows * I, H].
+    q: [rows * I, H], or of `split_query`.
     w: [rows * I, 1] f32.
     lo: first block.
     hi: the block behind the last one.
@@ -176,6 +197,8 @@ def turn(tile: Tile, i, parts):
   done = jnp.maximum(i - 1, tile.lo)
   leaves = lambda t, row: stream.scored(done, t, row)
   tile.when(i > tile.lo, lambda: tile.each_row(lambda *at: leaves(*at).start()))
+  if stream.plane is not None:
+    key_scales(stream, i)
   parts(tile, i)
   # Rare, so no part of a profile: pages are missing behind a sequence.
   missing = stream.page_id(i, tile.sizes.pages) > 0
@@ -186,9 +209,13 @@ def turn(tile: Tile, i, parts):
 
 def straight_parts(tile: Tile, i):
   """The parts of a block that is seen whole, as is the next one."""
-  for c in range(tile.sizes.parts):
-    tile.stream.start_part(i + 1, c)
+  parts = tile.sizes.parts
+  for c in range(parts):
+    # Scored first: the compiler then issues copies beside the matrix work.
     tile.score(i, c)
+    # Two parts' copies, so that the last ones have time to arrive.
+    for ahead in range(2 * c, min(2 * c + 2, parts)):
+      tile.stream.start_part(i + 1, ahead)
   for _ in range(tile.sizes.parts):
     tile.stream.wait_part(i + 1)
 
@@ -217,9 +244,11 @@ def score_part(stream: Stream, i, c, q, w, positions):
   sizes, slot = stream.sizes, i & 1
   start = pl.multiple_of(c * sizes.part, sizes.part)
   keys = stream.keys[slot, pl.ds(start, sizes.part)]
-  dtype = jnp.bfloat16 if stream.plane is not None else keys.dtype
-  dtype = jnp.promote_types(q.dtype, dtype)
-  scores = chunk_scores(q.astype(dtype), w, keys.astype(dtype), sizes.rows)
+  if not sizes.split:
+    dtype = jnp.bfloat16 if stream.plane is not None else keys.dtype
+    dtype = jnp.promote_types(q.dtype, dtype)
+    q, keys = q.astype(dtype), keys.astype(dtype)
+  scores = chunk_scores(q, w, keys, sizes.rows)
   shape = (CHUNK // LANES, LANES)
   place = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES
   place += lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -227,34 +256,30 @@ def score_part(stream: Stream, i, c, q, w, positions):
     pos = place + (i * sizes.block + start + at)
     lines = slice(at // LANES, (at + CHUNK) // LANES)
     chunk = scores[:, lines]
-    if stream.plane is not None:
-      chunk = chunk * chunk_scales(stream, i, start + at)[None]
     out = pl.ds(pl.multiple_of((start + at) // LANES, SUB), SUB)
+    if stream.plane is not None:
+      chunk = chunk * stream.scale[out][None]
     for t, last in enumerate(positions):
       seen = (pos >= sizes.first) & (pos <= last)
       stream.out[slot, t, out] = jnp.where(seen, chunk[t], NO)
 
 
-def chunk_scales(stream: Stream, i, at):
-  """Scales of `CHUNK` keys of turn i from `at` on, [8, 128] float32.
+def key_scales(stream: Stream, i):
+  """Puts the scales of the keys of turn i together, [lines, 128] float32.
 
   A line of the plane holds the scales of two pages of the pool, of which one
   is wanted: the half that the page's id says, moved to where it belongs.
   """
-  shape = (CHUNK // LANES, LANES)
-  page = stream.sizes.page
-  row = lax.broadcasted_iota(jnp.int32, shape, 0)
-  lines = pl.ds(pl.multiple_of(at // LANES, SUB), SUB)
+  page, lines = stream.sizes.page, stream.lines
+  shape = (LANES, stream.pairs.shape[-1])
+  odd = jnp.broadcast_to(stream.pairs[i & 1] & 1, shape).T
   halves = []
   for place in range(LANES // page):
-    half = jnp.zeros(shape, jnp.int32)
-    for r in range(shape[0]):
-      j = at // page + r * (LANES // page) + place
-      half = jnp.where(row == r, stream.page_id(i, j) & 1, half)
-    line = stream.scales[i & 1, place, lines]
-    halves.append(jnp.where(half == place, line, pltpu.roll(line, page, 1)))
-  low = lax.broadcasted_iota(jnp.int32, shape, 1) < page
-  return jnp.where(low, *halves)
+    line = stream.scales[i & 1, place]
+    stays = odd[place * lines : (place + 1) * lines] == place
+    halves.append(jnp.where(stays, line, pltpu.roll(line, page, 1)))
+  low = lax.broadcasted_iota(jnp.int32, (lines, LANES), 1) < page
+  stream.scale[...] = jnp.where(low, *halves)
 
 
 def hide_missing(stream: Stream, i):
@@ -266,8 +291,8 @@ def hide_missing(stream: Stream, i):
   def line(r, _):
     scores = stream.out[slot, :, pl.ds(r, 1)]
     for at in range(0, LANES, sizes.page):
-      j = sizes.pages + 1 + (r * LANES + at) // sizes.page
-      page = stream.page_id(i, j)
+      j = sizes.entry((r * LANES + at) // sizes.page)
+      page = stream.page_id(i, sizes.pages + 1 + j)
       gone = (lane >= at) & (lane < at + sizes.page) & (page < 0)
       scores = jnp.where(gone, NO, scores)
     stream.out[slot, :, pl.ds(r, 1)] = scores
@@ -323,14 +348,16 @@ def score_tiles(
       scratch_shapes=[
         pltpu.SMEM((ID_SLOTS, 1, sizes.ids), jnp.int32),
         pltpu.VMEM((2, sizes.block, q.shape[-1]), key_pages.dtype),
-        scaled(pltpu.VMEM((2, 2, lines, LANES), jnp.float32)),
         pltpu.VMEM((2, sizes.rows, lines, LANES), jnp.float32),
         pltpu.VMEM((lines, LANES), jnp.float32),
         pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA((KEY_SEMS,)),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA,
+        scaled(pltpu.VMEM((2, 2, lines, LANES), jnp.float32)),
+        scaled(pltpu.VMEM((2, 1, round_up(2 * lines, LANES)), jnp.int32)),
+        scaled(pltpu.VMEM((lines, LANES), jnp.float32)),
         scaled(pltpu.SemaphoreType.DMA),
-        pltpu.SemaphoreType.DMA,
-        pltpu.SemaphoreType.DMA,
       ],
     ),
     out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),

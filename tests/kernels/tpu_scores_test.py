@@ -87,6 +87,25 @@ class TpuScoresTest(parameterized.TestCase):
     args[2] = args[2].at[int(args[4][0, 0]), 0].set(jnp.nan)
     self.check(args, run(args, first=1), first=1)
 
+  @parameterized.parameters(True, False)
+  def test_queries_of_two_parts(self, races):
+    """fp8 keys as they are; features of 2^-9 to 2^9 beside one another."""
+    rows = [(1, 1100), (0, 1023), (2, 12)]
+    args = list(
+      make_case('fp8', (1024, 1101, 13), rows, n=18, heads=32, width=8)
+    )
+    wide = 2.0 ** np.random.default_rng(0).integers(-9, 10, args[0].shape)
+    args[0] = (args[0] * wide).astype(jnp.bfloat16)
+    interpret = SIMULATED if races else True
+    with mock.patch.object(tpu, 'generation', lambda: 'v6e'):
+      self.assertTrue(tpu.splits(args[0], args[3], 1))
+      self.assertFalse(tpu.splits(args[0], args[3], 2))
+      actual = run(args, interpret=interpret)
+    self.assertFalse(races and races_found())
+    expected = scores_f64(*args)
+    size = np.abs(expected[np.isfinite(expected)]).max()
+    assert_close(actual, expected, atol=1e-6 * size, rtol=1e-5, name='scores')
+
   @pytest.mark.long
   def test_first_beyond_a_block(self):
     rows = [(0, 1500), (0, 1023), (0, 1100)]
