@@ -80,8 +80,9 @@ class PlannedStepTest(parameterized.TestCase):
     config = dataclasses.replace(
       CONFIG, prefill_rows=(0, 32), draft_counts=(3,), max_speculative_tokens=3
     )
-    asked = request('v5e:4x4', MeshShape(1, 16, 1))
+    asked = request('v5e:4x4', MeshShape(1, 8, 2))
     for bucket in bucket_requests(asked, config):
-      found = process.compile_step(bucket)
-      print(bucket.chunk, bucket.pages, found['temporaries'])
-      assert found['weights'] > 0 and found['cache'] > 0
+      held = process.compile_step(bucket)['device_bytes']
+      print(bucket.chunk, bucket.pages, held['temporaries'])
+      assert held['fits_compiler']
+      assert held['weights'] > 0 and held['cache'] > 0
