@@ -100,7 +100,12 @@ class WorkTest(parameterized.TestCase):
     found = work.op_work(spec)
     self.assertEqual(found.gathered, 8 * 2048 * 1280)
     self.assertEqual(found.flops, 2 * 8 * 64 * 2048 * (576 + 512))
-    self.assertEqual(work.sparsecore_bytes(spec), 2 * found.gathered)
+
+  def test_scales_are_gathered_by_lines_of_two_pages(self):
+    pages = 8 * 1_048_576 // 64
+    for dtype, lines in (('bf16', 0), ('fp8', pages)):
+      spec = arg_spec('indexer_scores', 'decode_8x1m', dtype)
+      self.assertEqual(work.op_work(spec).gathered, lines * 512)
 
   def test_experts_by_hand(self):
     few = work.op_work(arg_spec('grouped_matmul_in', 'decode_8x1m', 'bf16'))
@@ -219,7 +224,7 @@ class TuningTest(absltest.TestCase):
     self.assertLen(by_bucket, 2)
 
 
-class SuiteTest(absltest.TestCase):
+class SuiteTest(parameterized.TestCase):
   def test_unknown_suite(self):
     with self.assertRaisesRegex(ValueError, "suite 'ops' is unknown: use one"):
       load_suite('ops')
@@ -258,6 +263,24 @@ class SuiteTest(absltest.TestCase):
     self.assertIn(
       'MISSED: indexer_scores/decode_8x1m bf16 on v6e: 2.00x', report.table()
     )
+
+  @parameterized.parameters(('fp8', True, 100), ('fp8', False, 130),
+                            ('bf16', True, 130))  # fmt: skip
+  def test_a_gather_on_the_sparse_cores_is_in_no_share(self, dtype, on, left):
+    """The smaller case that is simulated has it on the TensorCore."""
+    device = Device('v6e', bandwidth=1e12, flops=1e15, clock=1e9)
+    request = Request('compiled', (device,), command='c', date='d')
+    spec = arg_spec('indexer_scores', 'decode_8x1m', dtype)
+    memory = dict(temporaries=0, arguments=0, copies=(), kernels=(),
+                  seconds=1.0, sparsecore=on)  # fmt: skip
+    cycles = dict(indexer_scores=98, gather_fusion=2, **{'gather_fusion.1': 30})
+    row = op_suite._compiled_row(
+      request, device, 'tpu', spec, memory, dict(cycles=cycles)
+    )
+    self.assertEqual(row.details['cycles'], 8 * left)
+    floor = row.details.get('sparsecore_us')
+    moved = 8 * 1_048_576 // 64 * 512 * 2
+    self.assertEqual(floor, moved / 1e6 if on and dtype == 'fp8' else None)
 
   def test_comparisons_by_hand(self):
     """A selection of 10 cycles a row; a scoring of 90 us, attention of 10."""

@@ -98,9 +98,9 @@ def _selection(request: Request, device: Device, index: Row) -> list[Row]:
 def _group(
   request: Request, device: Device, dtype: str, index: Row, attention: Row
 ) -> list[Row]:
-  floor = attention.details.get('sparsecore_us') or 0
-  indexed = index.us * 1e-6 * device.clock
-  attended = (attention.us + floor) * 1e-6 * device.clock
+  gathers = lambda row: row.details.get('sparsecore_us') or 0
+  cycles = lambda row: (row.us + gathers(row)) * 1e-6 * device.clock
+  indexed, attended = cycles(index), cycles(attention)
   shared = indexed + LAYERS * attended
   per_layer = LAYERS * (indexed + attended)
   shape = f'{LAYERS} layers, {index.shape}'

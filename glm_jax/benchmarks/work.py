@@ -23,7 +23,8 @@ class Work:
   Attributes:
     flops: multiplications and additions of the matrix products.
     bytes: read and written, at least.
-    gathered: of those, bytes of rows that are gathered one by one.
+    gathered: bytes of rows that are gathered one by one: of the attention's
+      keys, or lines with the scales of two pages for each page of fp8 keys.
   """
 
   flops: float
@@ -59,7 +60,7 @@ def _index_work(spec: ArgSpec) -> Work:
     moved += 4 * T * spec.context
   else:
     moved += 8 * T * spec.options['k']
-  return Work(2.0 * T * spec.context * I * H, moved)
+  return Work(2.0 * T * spec.context * I * H, moved, 2 * size(scales))
 
 
 def _attention_work(spec: ArgSpec) -> Work:
@@ -146,13 +147,6 @@ def _few_experts(spec: ArgSpec) -> tuple[ArgSpec, float]:
 
 def _with_lead(array, lead: int):
   return type(array)((lead, *array.shape[1:]), array.dtype)
-
-
-def sparsecore_bytes(spec: ArgSpec) -> float:
-  """Bytes that a gather to main memory moves: rows in and rows out."""
-  if spec.op != 'topk_gather_attention':
-    return 0.0
-  return 2 * op_work(spec).gathered
 
 
 def shape_text(spec: ArgSpec) -> str:

@@ -75,8 +75,8 @@ def block_ids(page_table: jax.Array, size: int, sizes: Sizes) -> jax.Array:
   pages = sizes.blocks * sizes.pages
   ids = jnp.minimum(page_table, size - 1)
   ids = jnp.pad(ids, ((0, 0), (0, pages - n)), constant_values=-1)
-  ids = ids.reshape(B * sizes.blocks, 1, sizes.pages // 2, 2)
-  ids = ids.swapaxes(2, 3).reshape(B * sizes.blocks, 1, sizes.pages)
+  ids = page_pairs(ids).reshape(2, B * sizes.blocks, -1)
+  ids = ids.swapaxes(0, 1).reshape(B * sizes.blocks, 1, sizes.pages)
   hole = jnp.any(ids < 0, axis=-1, keepdims=True).astype(jnp.int32)
   parts = [jnp.maximum(ids, 0), hole, ids]
   rest = sizes.ids - 2 * sizes.pages - 1
@@ -158,6 +158,11 @@ def scores_in_lines(
   )
 
 
+def page_pairs(ids: jax.Array) -> jax.Array:
+  """Page ids [B, n] as those of even and of odd pages, [2, B, n / 2]."""
+  return ids.reshape(ids.shape[0], -1, 2).transpose(2, 0, 1)
+
+
 def splits(q: jax.Array, key_scales: jax.Array | None, rows: int) -> bool:
   """Whether queries are split in two, instead of the keys being widened.
 
@@ -210,8 +215,9 @@ def pair_lines(
   pool = pad_rows(key_scales, round_up(key_scales.shape[0], 2))
   pool = pool.reshape(-1, LANES)
   B, n = page_table.shape
-  at = jnp.pad(jnp.maximum(page_table, 0) // 2, ((0, 0), (0, 2 * lines - n)))
-  at = at.reshape(B, lines, 2).transpose(2, 0, 1)
+  ids = jnp.minimum(page_table, key_scales.shape[0] - 1)
+  ids = jnp.pad(ids, ((0, 0), (0, 2 * lines - n)), constant_values=-1)
+  at = jnp.maximum(page_pairs(ids), 0) // 2
   return jnp.take(pool, at, axis=0, mode='clip')
 
 

@@ -210,11 +210,13 @@ def turn(tile: Tile, i, parts):
 def straight_parts(tile: Tile, i):
   """The parts of a block that is seen whole, as is the next one."""
   parts = tile.sizes.parts
+  # Two parts' copies, so that the last ones have time to arrive; the products
+  # of split queries hide those of one.
+  pace = 1 if tile.sizes.split else 2
   for c in range(parts):
     # Scored first: the compiler then issues copies beside the matrix work.
     tile.score(i, c)
-    # Two parts' copies, so that the last ones have time to arrive.
-    for ahead in range(2 * c, min(2 * c + 2, parts)):
+    for ahead in range(pace * c, min(pace * (c + 1), parts)):
       tile.stream.start_part(i + 1, ahead)
   for _ in range(tile.sizes.parts):
     tile.stream.wait_part(i + 1)
