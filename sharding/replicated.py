@@ -22,7 +22,7 @@ from sharding import whole_layer
 from sharding.base import ShardedPlan
 from sharding.pools import KEYS, LATENTS, write
 
-FIELDS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
+FIELDS = ('latents', 'latent_scales', 'index_keys', 'index_scales')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,12 @@ class Replicated(ShardedPlan):
   """See this file's head."""
 
   def layout(self, cache: Cache):
-    """Everything on every rank."""
+    """All rows on every rank."""
     layers = cache.latents.shape[0] // max(cache.slots_per_layer, 1)
     cache_lib.check_row_ids(cache.num_pages, layers)
-    return cache, dict.fromkeys(FIELDS, P())
+    specs = dict.fromkeys(FIELDS, P())
+    # Where XLA puts it after a step anyway: a server's step is compiled once.
+    return cache, {**specs, 'hidden': self.hidden_spec(cache)}
 
   def begin(self, cache, rows, layer, index_slot):
     """Nothing to fetch."""
