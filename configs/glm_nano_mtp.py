@@ -30,20 +30,21 @@ def get_config() -> ModelConfig:
 
 def get_train_config() -> TrainConfig:
   """The recipe: 52 M tokens, a quarter of the rows draft."""
+  # Small steps: at first 4,096 tokens a step teach as much as 65,536 do.
   return TrainConfig(
     model=get_config(),
     stages=tuple(
       Stage(
         name=loss,
-        steps=200,
+        steps=steps,
         window=8192,
-        batch=16,
+        batch=4,
         train=('mtp',),
         draft=DraftForm(
           steps=7, share=True, stride=4, loss=loss, sparse=loss == 'tv'
         ),
       )
-      for loss in ('ce', 'tv')
+      for loss, steps in (('ce', 600), ('tv', 1000))
     ),
     learning_rate=3e-3,
     warmup=50,
@@ -51,5 +52,5 @@ def get_train_config() -> TrainConfig:
     decay=0.4,
     weight_decay=0.05,
     eval_windows=8,
-    save_every=100,
+    save_every=200,
   )

@@ -11,7 +11,7 @@ tokens in the same order, by the same optimiser and schedule:
     share       glm-nano's pattern: the other indexers are dropped, the
                 remaining ones learn the mean target of the layers they serve
 
-Seeds change the order of the tokens. Written before the first measurement.
+Seeds change the order of the tokens. Written before the measurement.
 """
 
 import dataclasses
@@ -28,24 +28,24 @@ _COMMON = dict(
 
 
 def get_base() -> TrainConfig:
-  """39 M tokens; an indexer in every layer."""
+  """29 M tokens; an indexer in every layer."""
   every = ('full',) * _MODEL.num_layers
   return TrainConfig(
     model=dataclasses.replace(_MODEL, indexer_types=every),
     stages=(
       Stage(
         name='short',
-        steps=250,
+        steps=700,
         window=1024,
-        batch=128,
+        batch=32,
         sparse=False,
         chunk=1024,
       ),
       Stage(
         name='long',
-        steps=50,
+        steps=200,
         window=8192,
-        batch=16,
+        batch=4,
         sparse=False,
         kl_stride=32,
       ),
@@ -58,10 +58,10 @@ def get_base() -> TrainConfig:
 
 
 def get_train_config() -> TrainConfig:
-  """9.8 M tokens a form; the launcher sets indexers, selection and seed."""
+  """7.9 M tokens a form; the launcher sets indexers, selection and seed."""
   return TrainConfig(
     model=_MODEL,
-    stages=(Stage(name='form', steps=150, window=8192, batch=8),),
+    stages=(Stage(name='form', steps=240, window=8192, batch=4),),
     learning_rate=1e-3,
     decay=0.7,
     **_COMMON,
