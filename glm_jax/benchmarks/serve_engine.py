@@ -61,8 +61,8 @@ def tuned(request: Request, model: Model) -> tuple[list[Row], list[str]]:
     max_num_seqs=8,
     max_num_batched_tokens=128,
     draft_counts=(0,),
-    context_pages=(window // 1024, window // 64),
-    prefill_rows=(0, 32, 128),
+    context_pages=(window // 256, window // 64),
+    prefill_rows=(0, 128),
   )
   engine = Engine(model, config, LocalPlan())
   chosen = engine.tune()

@@ -2,10 +2,11 @@
 
 Three traces: unrelated prompts, prompts with shared beginnings, and agents
 whose conversations grow turn by turn. Without a URL the suite starts two
-servers, one after the other: the whole engine, and the naive one with an
-indexer in every layer and neither prefix or host cache nor drafts. The naive
-one has random weights, since no checkpoint has weights for its indexers; it
-does the same work whatever they are. More cases (`restore`, `tuning`,
+servers, one after the other: the whole engine (of the embedded glm-nano, or
+`--model`), and the naive one with an indexer in every layer and neither
+prefix or host cache nor drafts. The naive one has random weights, since no
+checkpoint has weights for its indexers; it does the same work whatever they
+are. More cases (`restore`, `tuning`,
 `host_time`) measure the engine in this process: see `serve_engine`.
 """
 
@@ -151,6 +152,8 @@ def _server(request: Request, flags) -> Iterator[str]:
     ready = pathlib.Path(folder) / 'ready.json'
     command = [sys.executable, str(_SERVER), '--port=0', f'--json={ready}']
     command += [f'--max_model_len={1024 * request.scale}', '--max_num_seqs=8']
+    if request.devices[0].name == 'cpu':  # XLA widens bf16 pools there
+      command.append('--dtype=f32')
     process = subprocess.Popen([*command, *model, *flags])
     try:
       end = time.monotonic() + _START_SECONDS

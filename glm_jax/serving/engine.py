@@ -187,7 +187,7 @@ class Engine:
     self.drain()
     if self.disk is None:
       return
-    self.store.offload(self.config.num_pages)
+    self.store.offload(self.config.num_pages, replace=True)
     self.host.sink()
     self.disk.close()
 

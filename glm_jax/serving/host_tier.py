@@ -5,12 +5,17 @@ arrives; nobody waits. On the way back a transfer is started, and the page is
 filled once the transfer is there, so that the steps of others go on
 meanwhile. Records are pinned while a sequence counts on them. In debug mode
 each record carries a checksum, taken when it has arrived in host memory.
+
+The record of a page that is on the device too saves a copy later and nothing
+else. Such doubles are the first to make room, so that device and host
+together know as many pages as fit into both, less those on their way up.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -71,7 +76,9 @@ class Arrays:
 
 
 class HostTier:
-  """Records of full pages in host memory, the longest unused going first.
+  """Records of full pages in host memory.
+
+  Doubles make room first, then the longest unused.
 
   Attributes:
     budget_bytes: bytes of records at most.
@@ -104,6 +111,7 @@ class HostTier:
     self._below = below
     self._stored: collections.OrderedDict[bytes, _Stored]
     self._stored = collections.OrderedDict()
+    self._doubles: dict[bytes, None] = {}
     self._pins: collections.Counter[bytes] = collections.Counter()
     self._coming: collections.deque[bytes] = collections.deque()
 
@@ -114,6 +122,16 @@ class HostTier:
   def used_bytes(self) -> int:
     """Bytes of all records."""
     return len(self._stored) * self.record_bytes
+
+  @property
+  def num_records(self) -> int:
+    """Records that fit: so many pages more than the device's are known."""
+    return self.budget_bytes // self.record_bytes
+
+  @property
+  def has_room(self) -> bool:
+    """Whether a record fits without another one going."""
+    return self.used_bytes + self.record_bytes <= self.budget_bytes
 
   @property
   def arriving(self) -> int:
@@ -143,15 +161,26 @@ class HostTier:
   def put(self, key: bytes, record: Record) -> None:
     """Takes a record; others make room, or it is refused."""
     if key in self._stored:
-      self._stored.move_to_end(key)
+      self.single(key)
       return
-    while self.used_bytes + self.record_bytes > self.budget_bytes:
+    while not self.has_room:
       if not self._drop_one():
         self.counts['refused'] += 1
         return
     self._stored[key] = _Stored(record)
     self._coming.append(key)
     self.counts['put'] += 1
+
+  def doubled(self, key: bytes) -> None:
+    """The device has the page too."""
+    if key in self._stored:
+      self._doubles[key] = None
+
+  def single(self, key: bytes) -> None:
+    """The device has it no more: from now on its record counts."""
+    self._doubles.pop(key, None)
+    if key in self._stored:
+      self._stored.move_to_end(key)
 
   def poll(self) -> None:
     """Settles records that have arrived; never waits."""
@@ -181,7 +210,7 @@ class HostTier:
     if stored.crc is not None:
       if checksum(jax.device_get(stored.record)) != stored.crc:
         self.counts['corrupt'] += 1
-        del self._stored[key]
+        self._remove(key)
         return None
     self._stored.move_to_end(key)
     self.counts['fetched'] += 1
@@ -190,6 +219,8 @@ class HostTier:
   def pin(self, key: bytes) -> None:
     """A sequence counts on the record."""
     self._pins[key] += 1
+    if key in self._stored:  # behind those that may go
+      self._stored.move_to_end(key)
 
   def unpin(self, key: bytes) -> None:
     """It does no more."""
@@ -203,7 +234,7 @@ class HostTier:
     """Forgets every record that nobody counts on, below too."""
     for key in list(self._stored):
       if key not in self._pins:
-        del self._stored[key]
+        self._remove(key)
     if self._below is not None:
       self._below.clear()
 
@@ -215,15 +246,21 @@ class HostTier:
       self._below.put(key, jax.device_get(stored.record))
 
   def _drop_one(self) -> bool:
-    for key, stored in self._stored.items():
-      if key not in self._pins:
-        del self._stored[key]
-        self.counts['dropped'] += 1
-        # A record that has not arrived would have to be waited for.
-        if self._below is not None and stored.arrived:
-          self._below.put(key, jax.device_get(stored.record))
-        return True
+    for key in itertools.chain(self._doubles, self._stored):
+      if key in self._pins:
+        continue
+      double = key in self._doubles
+      stored = self._remove(key)
+      self.counts['dropped'] += 1
+      # A record that has not arrived would have to be waited for.
+      if self._below is not None and stored.arrived and not double:
+        self._below.put(key, jax.device_get(stored.record))
+      return True
     return False
+
+  def _remove(self, key: bytes) -> _Stored:
+    self._doubles.pop(key, None)
+    return self._stored.pop(key)
 
 
 def _is_ready(part) -> bool:

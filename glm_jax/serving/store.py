@@ -189,6 +189,8 @@ class PageStore:
       entry = self.index.insert(parent, tokens, page, PAGE - 1)
       if len(seq.keys) == block:
         seq.keys.append(entry.key)
+      if self.tier is not None:
+        self.tier.doubled(entry.key)
       if entry.page == page:
         self.pool.keep(page)
       else:  # computed twice at the same time: go on with the older one
@@ -273,7 +275,9 @@ class PageStore:
     tokens = np.array(seq.ids[block * PAGE : (block + 1) * PAGE], np.int32)
     parent = seq.keys[block - 1] if block else self.index.root
     page = seq.pages[block]
-    if self.index.insert(parent, tokens, page, PAGE - 1).page == page:
+    entry = self.index.insert(parent, tokens, page, PAGE - 1)
+    self.tier.doubled(entry.key)
+    if entry.page == page:
       self.pool.keep(page)
 
   def _shorten(self, seq: Sequence, block: int) -> None:
@@ -295,17 +299,25 @@ class PageStore:
     del seq.pages[block:]
     self._device.set_row(seq.slot, seq.pages)
 
-  def offload(self, most: int) -> None:
-    """Copies idle pages down before their place is needed, oldest first."""
+  def offload(self, most: int, *, replace: bool = False) -> None:
+    """Copies idle pages down before their place is needed, oldest first.
+
+    Args:
+      most: pages at most.
+      replace: even where another record must go for them (before the end);
+        else only what the tier has room for.
+    """
     if self.tier is None:
       return
     for page in self.pool.idle_pages():
       entry = self.index.of_page(page)
       if len(entry.tokens) == PAGE and not self.tier.has(entry.key):
-        if not most:
+        if not most or not (replace or self.tier.has_room):
           return
         most -= 1
         self.tier.put(entry.key, self._device.extract(page))
+        if not replace:
+          self.tier.doubled(entry.key)
 
   def flush(self) -> None:
     """Forgets every page that no sequence holds, in all tiers."""
@@ -334,7 +346,9 @@ class PageStore:
     if (
       self.tier is not None and entry is not None and len(entry.tokens) == PAGE
     ):
-      if not self.tier.has(entry.key):
+      if self.tier.has(entry.key):
+        self.tier.single(entry.key)
+      else:
         self.tier.put(entry.key, self._device.extract(page))
 
   def _freed(self, page: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -24,7 +23,8 @@ from jax.experimental import multihost_utils
 from glm_jax.plan import LocalPlan
 from glm_jax.serving.config import Buckets
 
-REPEATS = 5
+REPEATS = 5  # steps of a turn
+ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Measured:
     blocks: pages a request of the range.
     rows: prompt rows of the step, 0 for decoding.
     plan: the candidate's index.
-    seconds: of a step, the median; None if it does not run here.
+    seconds: of the fastest step; None if it does not run here.
   """
 
   blocks: int
@@ -145,31 +145,55 @@ def tune(
     NotImplementedError: no candidate runs.
   """
   measured, plans, prompt_plans, chunks = [], {}, {}, {}
-
-  def measure(blocks, rows, plan) -> float:
-    """Seconds of a step; infinite for a plan that does not run."""
-    try:
-      seconds = statistics.median(time_step(blocks, rows, plan))
-    except NotImplementedError:
-      seconds = None
-    measured.append(Measured(blocks, rows, plan, seconds))
-    return float('inf') if seconds is None else seconds
-
   least = buckets.prefill[0]
   for blocks in buckets.blocks:
-    times = [measure(blocks, least, i) for i in range(num_candidates)]
-    ran = [i for i, t in enumerate(times) if t < float('inf')]
+    cases = [(least, i) for i in range(num_candidates)]
+    times = fastest(blocks, cases, time_step)
+    ran = [i for _, i in cases if times[least, i] is not None]
     if not ran:
       raise NotImplementedError('none of the candidate plans runs here')
-    plans[blocks] = min(ran, key=lambda i: times[i])
-    rates = {
-      (i, rows): rows / measure(blocks, rows, i)
-      for i in ran
-      for rows in buckets.prefill
-      if rows
-    }
-    prompt_plans[blocks], chunks[blocks] = max(rates, key=rates.get)
+    plans[blocks] = min(ran, key=lambda i: times[least, i])
+    prompts = [(rows, i) for i in ran for rows in buckets.prefill if rows]
+    prompt_times = fastest(blocks, prompts, time_step)
+    chunks[blocks], prompt_plans[blocks] = min(
+      prompts, key=lambda case: prompt_times[case] / case[0]
+    )
+    for (rows, plan), seconds in [*times.items(), *prompt_times.items()]:
+      measured.append(Measured(blocks, rows, plan, seconds))
   return Tuning(key, plans, prompt_plans, chunks, tuple(measured))
+
+
+def fastest(
+  blocks: int,
+  cases: Sequence[tuple[int, int]],
+  time_step: Callable[[int, int, int], Iterable[float]],
+  rounds: int = ROUNDS,
+) -> dict[tuple[int, int], float | None]:
+  """The fastest step of each case; the cases take turns.
+
+  Other work on the machine only ever adds time, and never to one case alone.
+
+  Args:
+    blocks: pages a request.
+    cases: (prompt rows, candidate).
+    time_step: as in `tune`.
+    rounds: how often each case has its turn.
+
+  Returns:
+    Seconds by case; None for one that does not run.
+  """
+  best: dict[tuple[int, int], float | None] = {}
+  for turn in range(rounds):
+    for case in cases:
+      if turn and best[case] is None:
+        continue
+      try:
+        seconds = min(time_step(blocks, *case))
+      except NotImplementedError:
+        best[case] = None
+        continue
+      best[case] = min(seconds, best[case]) if turn else seconds
+  return best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +217,7 @@ def compare(
   chosen: Tuning,
   buckets: Buckets,
   time_step: Callable[[int, int, int], Iterable[float]],
-  rounds: int = 5,
+  rounds: int = ROUNDS,
 ) -> list[Compared]:
   """Measures a choice against every fixed one, side by side.
 
@@ -201,7 +225,7 @@ def compare(
     chosen: of `tune`, with what it measured.
     buckets: the shapes.
     time_step: as in `tune`.
-    rounds: each candidate is timed so often, in turns, and its median kept.
+    rounds: turns of each candidate, see `fastest`.
 
   Returns:
     Two comparisons a context range.
@@ -221,13 +245,10 @@ def compare(
         for n, rows, plan in ran
         if n == blocks and (rows if prompt else rows == own[0])
       )
-      times = {case: [] for case in cases}
-      for _ in range(rounds):
-        for case in cases:
-          times[case] += time_step(blocks, *case)
+      times = fastest(blocks, cases, time_step, rounds)
       cost = {
-        case: statistics.median(times[case]) / (case[0] if prompt else 1)
-        for case in cases
+        case: seconds / (case[0] if prompt else 1)
+        for case, seconds in times.items()
       }
       out.append(Compared(blocks, prompt, cost[own], min(cost.values())))
   return out
