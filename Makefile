@@ -11,13 +11,16 @@ TORCH ?= torch==2.13.0
 # Tests compile more than they run: programs need not be fast.
 CI_FLAGS := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 
+# The status page is looked at where there is a browser.
+BROWSER := $(if $(shell command -v chromium || command -v google-chrome),,and not browser)
+
 .PHONY: ablation demo notebooks soak test test-long test-tpu validate lint clean
 
 demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
-	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu' --durations=8
+	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu $(BROWSER)' --durations=8
 
 test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8

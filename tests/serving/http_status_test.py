@@ -102,8 +102,8 @@ def test_rates():
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(not CHROMIUM, reason='needs chromium')
 def test_a_browser_shows_the_page(server, tmp_path):
+  assert CHROMIUM, "needs chromium; without one: -m 'not browser'"
   picture = tmp_path / 'status.png'
   options = [
     '--headless',
