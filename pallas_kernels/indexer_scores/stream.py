@@ -40,6 +40,7 @@ class Sizes:
     full: take every block and row as visible. For the compiler's cycle
       model only, which does not follow data.
     unroll: copies of pages are unrolled; the interpreter would compile each.
+    scaled: keys have scales.
     split: queries are two parts in e4m3, for keys that are not widened.
   """
 
@@ -52,6 +53,7 @@ class Sizes:
   fill: bool
   full: bool
   unroll: bool
+  scaled: bool
   split: bool
 
   @property
@@ -62,8 +64,10 @@ class Sizes:
   def entry(self, page):
     """Where a page's id stands among those of its block.
 
-    Even pages come before odd ones: a line of keys has one of each.
+    With scales even pages come before odd ones: a line has one of each.
     """
+    if not self.scaled:
+      return page
     return page % 2 * (self.pages // 2) + page // 2
 
   @property

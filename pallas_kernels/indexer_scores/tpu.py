@@ -75,8 +75,9 @@ def block_ids(page_table: jax.Array, size: int, sizes: Sizes) -> jax.Array:
   pages = sizes.blocks * sizes.pages
   ids = jnp.minimum(page_table, size - 1)
   ids = jnp.pad(ids, ((0, 0), (0, pages - n)), constant_values=-1)
-  ids = page_pairs(ids).reshape(2, B * sizes.blocks, -1)
-  ids = ids.swapaxes(0, 1).reshape(B * sizes.blocks, 1, sizes.pages)
+  if sizes.scaled:
+    ids = page_pairs(ids).reshape(2, B * sizes.blocks, -1).swapaxes(0, 1)
+  ids = ids.reshape(B * sizes.blocks, 1, sizes.pages)
   hole = jnp.any(ids < 0, axis=-1, keepdims=True).astype(jnp.int32)
   parts = [jnp.maximum(ids, 0), hole, ids]
   rest = sizes.ids - 2 * sizes.pages - 1
@@ -130,6 +131,7 @@ def scores_in_lines(
     fill=fill,
     full=full,
     unroll=interpret is False,
+    scaled=key_scales is not None,
     split=splits(q, key_scales, rows),
   )
   lines = blocks * block // LANES
