@@ -26,7 +26,7 @@ test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8
 
 test-tpu: $(VENV)/.dev
-	$(CPU) $(BIN)/python -m pytest -q -s -m tpu --durations=8
+	$(CPU) $(BIN)/python -m pytest -q -rP -n 2 -m tpu --durations=8
 
 notebooks: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long tests/notebooks_test.py
