@@ -5,9 +5,12 @@
   python launch/validate.py --model=DIR --framework=torch --record=REF
   python launch/validate.py --model=DIR --against=REF      elsewhere, no torch
   python launch/validate.py --model=DIR --layers=0,6,77    these layers alone
+  python launch/validate.py --report=OUT --records=REF,A,B  runs side by side
 
 Prints a line a layer and exits with 1 if the two part, naming the first layer
-and tensor. Layers are streamed: memory holds one at a time.
+and tensor. Layers are streamed: memory holds one at a time. `--report` runs no
+model: it compares recorded runs (`--against=REF --record=A` on each machine)
+and writes OUT/index.html and OUT/report.json.
 """
 
 from __future__ import annotations
@@ -52,6 +55,12 @@ _DTYPE = flags.DEFINE_string(
   'float32',
   "Of weights and arithmetic: 'float32', 'bfloat16' or 'auto' (the config's).",
 )
+_REPORT = flags.DEFINE_string(
+  'report', None, 'Directory for a page that compares --records.'
+)
+_RECORDS = flags.DEFINE_list(
+  'records', None, 'Recorded runs; the first of each model is the reference.'
+)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the random ids.')
 _JSON = flags.DEFINE_string('json', None, 'Write the result to this file.')
 
@@ -82,7 +91,30 @@ def read_layers(names: list[str] | None) -> list[int] | None:
     ) from None
 
 
+def report() -> bool:
+  """Compares records; False where one parts from its reference."""
+  from glm_jax.validation.report import compare_records
+  from glm_jax.validation.report_page import write_page
+
+  cases = compare_records(_RECORDS.value)
+  out = epath.Path(_REPORT.value).expanduser()
+  cli.write_json(out / 'report.json', cases)
+  print(write_page(cases, out / 'index.html'))
+  for case in cases:
+    for run in case.runs:
+      result = run.result
+      verdict = 'passed' if result.passed else f'parts at {result.parted}'
+      print(f'{run.name} beside {case.name}: {verdict}')
+  return all(case.passed for case in cases)
+
+
 def main() -> bool:
+  if bool(_REPORT.value) != bool(_RECORDS.value):
+    raise cli.UserError(
+      '--report=DIR and --records=REF,A,B belong together: give both'
+    )
+  if _REPORT.value:
+    return report()
   path = cli.resolve_model_path(_MODEL.value)
   tokens = read_tokens(_TOKENS.value) if _TOKENS.value else None
   from glm_jax.validation import validate
