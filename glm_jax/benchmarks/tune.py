@@ -29,7 +29,9 @@ from pallas_kernels import block_sizes
 from pallas_kernels.arg_specs import HEADS, TOPK, arg_spec
 
 OP = 'topk_gather_attention'
-CASES = ('decode_8x1m', 'decode_64x128k')
+# Eight rows are simulated whatever the case, so only theirs is compared with
+# the heuristic of the same shape.
+CASES = ('decode_8x1m',)
 QUERIES = (1, 2, 4)
 LEAST_GAIN = 0.02
 
