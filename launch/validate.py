@@ -55,6 +55,9 @@ _DTYPE = flags.DEFINE_string(
   'float32',
   "Of weights and arithmetic: 'float32', 'bfloat16' or 'auto' (the config's).",
 )
+_TORCH_DEVICE = flags.DEFINE_enum(
+  'torch_device', 'cpu', ['cpu', 'cuda'], 'Where PyTorch computes.'
+)
 _REPORT = flags.DEFINE_string(
   'report', None, 'Directory for a page that compares --records.'
 )
@@ -128,6 +131,7 @@ def main() -> bool:
     against=_AGAINST.value,
     framework=_FRAMEWORK.value,
     seed=_SEED.value,
+    torch_device=_TORCH_DEVICE.value,
     log=cli.log,
   )
   print(result.table())

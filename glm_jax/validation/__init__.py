@@ -41,6 +41,7 @@ def validate(
   against: str | os.PathLike | None = None,
   framework: str | None = None,
   seed: int = 0,
+  torch_device: str = 'cpu',
   log: Callable[[str], None] | None = None,
 ) -> Result:
   """Compares this repo's model with transformers', or records one of them.
@@ -59,6 +60,8 @@ def validate(
     framework: 'torch' or 'jax': run this one only. None runs both, or, with
       `against`, the one that the record is not of.
     seed: of the default tokens.
+    torch_device: where PyTorch computes, 'cpu' or 'cuda'. JAX computes where
+      it always does.
     log: takes lines about progress; None writes to stderr.
 
   Returns:
@@ -81,7 +84,7 @@ def validate(
   if framework is None and reference is not None:
     framework = 'torch' if reference.meta.framework == 'jax' else 'jax'
   names = (framework,) if framework else FRAMEWORKS
-  sides = [_open(name, path, dtype) for name in names]
+  sides = [_open(name, path, dtype, torch_device) for name in names]
   for note in itertools.chain(*(side.notes for side in sides)):
     log(note)
   config = sides[0].config
@@ -125,7 +128,7 @@ def _resolve_dtype(dtype: str, path) -> str:
   return resolved
 
 
-def _open(framework: str, path, dtype: str) -> Side:
+def _open(framework: str, path, dtype: str, torch_device: str) -> Side:
   if framework == 'jax':
     from glm_jax.validation.jax_side import JaxSide
 
@@ -139,7 +142,7 @@ def _open(framework: str, path, dtype: str) -> Side:
       'recorded reference (--against)',
       name=error.name,
     ) from error
-  return TorchSide(path, dtype)
+  return TorchSide(path, dtype, device=torch_device)
 
 
 def _check_layers(layers: Sequence[int] | None, config: ModelConfig) -> None:

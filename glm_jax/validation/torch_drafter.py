@@ -34,7 +34,9 @@ class TorchDrafter:
     self._prefix = f'model.layers.{config.num_layers}.'
     with torch.device('meta'):
       layer = glm.GlmMoeDsaDecoderLayer(hf, config.num_layers)
-    self._layer = layer.float().eval().to_empty(device='cpu')
+    self._layer = (
+      layer.float().eval().to_empty(device=torch.get_default_device())
+    )
     weights.fill(self._layer, self._prefix)
     attention = self._layer.self_attn
     for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):

@@ -38,16 +38,30 @@ class TorchSide:
 
   framework = 'torch'
 
-  def __init__(self, path: str | os.PathLike, dtype: str = 'float32'):
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    dtype: str = 'float32',
+    *,
+    device: str = 'cpu',
+  ):
     """Opens a checkpoint directory.
 
     Args:
       path: local directory with config.json and safetensors.
       dtype: 'float32' or 'bfloat16', of weights and arithmetic.
+      device: where PyTorch computes: 'cpu' or 'cuda'.
 
     Raises:
-      ValueError: transformers reads another model out of config.json.
+      ValueError: transformers reads another model out of config.json, or
+        there is no such device.
     """
+    if device == 'cuda' and not torch.cuda.is_available():
+      raise ValueError(
+        f'device={device!r}: PyTorch {torch.__version__} finds no CUDA device; '
+        "use 'cpu'"
+      )
+    self.device = torch.device(device)
     with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
       published = json.load(file)
     self.config = config_from_published(published)
@@ -56,8 +70,10 @@ class TorchSide:
     self._weights = TorchWeights(path, self.config.weight_block_size)
     eps = self.config.mla.latent_norm_eps
     default = glm.GlmMoeDsaRMSNorm(1).variance_epsilon
+    name = torch.cuda.get_device_name() if device == 'cuda' else device
     self.notes = [
-      f'torch: {dtype}, eager attention, matmul precision highest, TF32 off',
+      f'torch: {dtype} on {name}, eager attention, matmul precision highest, '
+      'TF32 off',
       f'torch: latent norms (q_a, kv_a) set to eps {eps:g}; transformers '
       f'leaves them at {default:g}',
     ]
@@ -81,14 +97,14 @@ class TorchSide:
       module = glm.GlmMoeDsaDecoderLayer(self._hf, layer)
     module = module.to(self.dtype).eval()
     _keep_float32(module)
-    module = module.to_empty(device='cpu')
+    module = module.to_empty(device=self.device)
     self._weights.fill(module, f'model.layers.{layer}.')
     attention = module.self_attn
     for norm in (attention.q_a_layernorm, attention.kv_a_layernorm):
       norm.variance_epsilon = self.config.mla.latent_norm_eps
 
     def run(x, selected):
-      with _precise(), torch.no_grad():
+      with _precise(), torch.no_grad(), self.device:
         return self._run(module, layer, x, selected)
 
     yield run
@@ -96,13 +112,13 @@ class TorchSide:
   def logits(self, hidden: np.ndarray) -> np.ndarray:
     """[T, V] float32 logits of hidden states above the last layer."""
     c = self.config
-    norm = glm.GlmMoeDsaRMSNorm(c.hidden_size, c.rms_norm_eps).to(self.dtype)
-    self._weights.copy_into(norm.weight.data, 'model.norm.weight')
-    head = torch.empty((c.vocab_size, c.hidden_size), dtype=self.dtype)
     name = 'model.embed_tokens' if c.tie_word_embeddings else 'lm_head'
-    self._weights.copy_into(head, f'{name}.weight')
-    with _precise(), torch.no_grad():
-      x = norm(torch.from_numpy(hidden).to(self.dtype))
+    with _precise(), torch.no_grad(), self.device:
+      norm = glm.GlmMoeDsaRMSNorm(c.hidden_size, c.rms_norm_eps).to(self.dtype)
+      self._weights.copy_into(norm.weight.data, 'model.norm.weight')
+      head = torch.empty((c.vocab_size, c.hidden_size), dtype=self.dtype)
+      self._weights.copy_into(head, f'{name}.weight')
+      x = norm(torch.as_tensor(hidden, dtype=self.dtype, device=self.device))
       return _numpy(x @ head.T)
 
   def drafts(
@@ -110,11 +126,11 @@ class TorchSide:
   ) -> np.ndarray:
     """[2, K, V] draft logits, with sharing and without; float32."""
     c = self.config
-    norm = glm.GlmMoeDsaRMSNorm(c.hidden_size, c.rms_norm_eps)
-    self._weights.copy_into(norm.weight.data, 'model.norm.weight')
-    drafter = TorchDrafter(self._weights, self._hf, c)
-    with _precise(), torch.no_grad():
-      states = norm(torch.from_numpy(hidden[:-1]))
+    with _precise(), torch.no_grad(), self.device:
+      norm = glm.GlmMoeDsaRMSNorm(c.hidden_size, c.rms_norm_eps)
+      self._weights.copy_into(norm.weight.data, 'model.norm.weight')
+      drafter = TorchDrafter(self._weights, self._hf, c)
+      states = norm(torch.as_tensor(hidden[:-1], device=self.device))
       ids = [int(t) for t in tokens]
       both = [
         drafter(ids, states, drafted, share=share) for share in (True, False)
@@ -139,12 +155,12 @@ class TorchSide:
           lambda m, args, out: seen.update(router=out[0], experts=out[2])
         )
       )
-    hidden = torch.from_numpy(x).to(self.dtype)[None]
+    hidden = torch.as_tensor(x, dtype=self.dtype, device=self.device)[None]
     position = torch.arange(T)[None]
     rotary = glm.GlmMoeDsaRotaryEmbedding(self._hf)
     lowest = torch.finfo(self.dtype).min
     mask = torch.full((T, T), lowest, dtype=self.dtype).triu(1)[None, None]
-    given = None if selected is None else _oracle_indices(selected)
+    given = None if selected is None else _oracle_indices(selected, self.device)
     try:
       with _replay(module.self_attn.indexer, given):
         out, _ = module(
@@ -159,12 +175,12 @@ class TorchSide:
         hook.remove()
     if selected is None:
       topk = self.config.indexer.topk
-      selected = contract_selection(seen['topk'][0].numpy(), topk)
+      selected = contract_selection(seen['topk'][0].cpu().numpy(), topk)
     experts = choice = None
     if 'router' in seen:
       bias = module.mlp.gate.e_score_correction_bias
       choice = _numpy(seen['router'].sigmoid() + bias)
-      experts = np.sort(seen['experts'].numpy().astype(np.int32), axis=1)
+      experts = np.sort(seen['experts'].cpu().numpy().astype(np.int32), axis=1)
     return LayerTensors(
       layer=layer,
       input=x,
@@ -213,14 +229,15 @@ def _keep_float32(module):
     module.self_attn.indexer.weights_proj.float()
 
 
-def _oracle_indices(selected: np.ndarray) -> torch.Tensor:
+def _oracle_indices(selected: np.ndarray, device) -> torch.Tensor:
   """Our selection as transformers takes it: [1, T, k], no -1.
 
   A row with -1 sees fewer keys than k and selects all of them, its own
   position included, which therefore can stand in for -1.
   """
   own = np.arange(len(selected), dtype=selected.dtype)[:, None]
-  return torch.from_numpy(np.where(selected < 0, own, selected))[None]
+  whole = np.where(selected < 0, own, selected)
+  return torch.as_tensor(whole, device=device)[None]
 
 
 @contextlib.contextmanager
@@ -248,4 +265,4 @@ def _precise():
 
 
 def _numpy(x: torch.Tensor) -> np.ndarray:
-  return x.detach().float().numpy()
+  return x.detach().float().cpu().numpy()

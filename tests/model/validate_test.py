@@ -221,6 +221,9 @@ def test_arguments_that_compare_nothing():
     quiet(path, [])
   with pytest.raises(ValueError, match='dtype='):
     quiet(path, dtype='float16')
+  if not torch.cuda.is_available():
+    with pytest.raises(ValueError, match="'cuda': PyTorch .* no CUDA device"):
+      quiet(path, torch_device='cuda')
 
 
 def test_without_torch_there_is_one_clear_error(monkeypatch, record):
