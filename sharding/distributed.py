@@ -5,11 +5,13 @@ line to process 0 open. A process whose line breaks, or stays silent for
 `heartbeat_seconds`, is lost: process 0 says so in one line and exits with 1,
 which breaks the other lines, so that every process ends the same way. A
 collective that fails because a peer is gone ends in that one line too, not in
-a traceback. `finish` says goodbye: lines that close after it mean nothing.
+a traceback. `finish` says goodbye: lines that close after it mean nothing, and
+process 0, which hosts jax's coordination service, leaves last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -88,9 +90,16 @@ def finish() -> None:
   global _watch
   if _watch is not None:
     multihost_utils.sync_global_devices('finish')
-    _watch.close()
-    _watch = None
-    jax.distributed.shutdown()
+    watch, _watch = _watch, None
+    watch.leave()
+    if jax.process_index() == 0:
+      # A process that still talks to the service when it goes would abort.
+      watch.wait_for_goodbyes()
+      jax.distributed.shutdown()
+    else:
+      jax.distributed.shutdown()
+      watch.say_goodbye()
+    watch.close()
 
 
 def main_address() -> str:
@@ -169,40 +178,61 @@ class _Watch:
       line = socket.create_connection(target, timeout=seconds)
       line.sendall(me.to_bytes(4, 'big'))
       self._lines = {0: line}
+    self._gone = {peer: threading.Event() for peer in self._lines}
     for peer, line in self._lines.items():
       for job in (self._listen, self._beat):
         threading.Thread(target=job, args=(peer, line), daemon=True).start()
 
-  def close(self):
-    """Says goodbye on every line."""
+  def leave(self):
+    """From now on lines that end mean nothing, and no beats are sent."""
     self._leaving.set()
-    for line in self._lines.values():
+
+  def say_goodbye(self):
+    """Tells every peer, and waits until it has closed the line."""
+    for peer, line in self._lines.items():
       try:
         line.sendall(_BYE)
-        line.close()
-      except OSError:  # The peer has said goodbye and closed already.
+        line.shutdown(socket.SHUT_WR)
+      except OSError:  # The peer has gone already.
         continue
+      self._gone[peer].wait(self._seconds)
+
+  def wait_for_goodbyes(self):
+    """Waits until every peer has said goodbye, `heartbeat_seconds` at most."""
+    end = time.monotonic() + self._seconds
+    for gone in self._gone.values():
+      gone.wait(max(0, end - time.monotonic()))
+
+  def close(self):
+    """Closes every line."""
+    for line in self._lines.values():
+      # A thread reads it: close() alone would not reach the peer.
+      with contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
+      line.close()
 
   def _beat(self, peer, line):
     while not self._leaving.wait(self._seconds / 6):
       try:
         line.sendall(_BEAT)
       except OSError:
-        self._end(peer)
+        if not self._gone[peer].wait(1):  # a goodbye may be on its way
+          self._end(peer)
+        return
 
   def _listen(self, peer, line):
     line.settimeout(self._seconds)
-    while True:
+    said = _BEAT
+    while _BYE not in said:
       try:
         said = line.recv(64)
-      except TimeoutError:
+      except OSError:  # a timeout is one, too
         said = b''
-      except OSError:
-        said = b''
-      if self._leaving.is_set() or _BYE in said:
-        return
       if not said:
+        if self._leaving.is_set():
+          break
         self._end(peer)
+    self._gone[peer].set()
 
   def _end(self, peer):
     """One line, whichever thread comes first."""

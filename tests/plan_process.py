@@ -2,13 +2,15 @@
 
   plan_process.py HOST:PORT NUM_PROCESSES PROCESS_ID MODE [PATH [CASE]]
 
-`work` multiplies until it is killed; `case` runs a plan of `CASES` over all
-devices of all processes and process 0 writes what came out; `save` and
-`restore` write and read a checkpoint, each process its own parts.
+`work` multiplies until it is killed; `leave` does nothing; `case` runs a plan
+of `CASES` over all devices of all processes and process 0 writes what came
+out; `save` and `restore` write and read a checkpoint, each process its own
+parts.
 """
 
 import os
 import sys
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.dirname(HERE)]
@@ -48,6 +50,13 @@ def case(path, name):
     arrays = {f'{i}.{j}': a for i, pair in enumerate(out) for j, a in
               enumerate(pair)}  # fmt: skip
     np.savez(path, **arrays)
+
+
+def leave():
+  """Process 1 takes its time to let go of the coordination service."""
+  if not distributed.is_main():
+    shutdown = jax.distributed.shutdown
+    jax.distributed.shutdown = lambda: (time.sleep(3), shutdown())
 
 
 def save(path):

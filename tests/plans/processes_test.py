@@ -31,6 +31,9 @@ class DeathTest(parameterized.TestCase):
     ours = [line for line in said.splitlines() if line.startswith('[')]
     self.assertEqual(ours, [f'[{other}] process {victim} of 2 is lost: ending'])
 
+  def test_process_0_leaves_last(self):
+    Pair(self, 'leave').finish(120)
+
   @parameterized.parameters(
     ({'num_processes': 2}, 'need coordinator_address=HOST:PORT'),
     ({'coordinator_address': 'here'}, "must be 'auto' or HOST:PORT"),
