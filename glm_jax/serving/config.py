@@ -25,7 +25,8 @@ class EngineConfig:
     max_queue: requests that wait at most.
     planned_share: share of a request's new tokens that must fit at its
       admission; below 1 running requests may be preempted for memory.
-    host_cache_bytes: budget of evicted pages in host memory; 0 for none.
+    host_cache_bytes: budget of evicted pages in host memory; 0 for none. It
+      adds to the device's pages, less those of requests that come back.
     disk_cache_dir: keeps pages over a restart; None for none.
     disk_cache_bytes: its budget.
     restore_window: pages of one request on their way up at most.
