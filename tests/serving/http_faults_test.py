@@ -108,7 +108,11 @@ BAD = {
 
 # Bad without a stream only.
 ALONE = {
-  'stream_options alone': (CHAT, {'messages': HI, 'stream_options': {}}, 'stream')
+  'stream_options alone': (
+    CHAT,
+    {'messages': HI, 'stream_options': {}},
+    'stream',
+  )
 }
 
 
