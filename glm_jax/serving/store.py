@@ -139,13 +139,15 @@ class PageStore:
     Sets its pages, `computed`, `draft_from` and, for pages of a lower tier,
     `restores`.
     """
-    for entry in (*hit.pages, hit.source):  # before any page is taken
+    # Before any page is taken, which may push another one, or a record, out.
+    for entry in (*hit.pages, hit.source):
       if entry is not None:
         self.pool.share(entry.page)
     for block, entry in enumerate(hit.pages):
       if entry is None:
         seq.restores.append((block, seq.keys[block]))
         self.tier.pin(seq.keys[block])
+    for entry in hit.pages:
       seq.pages.append(self._take() if entry is None else entry.page)
     if hit.source is not None:
       # Copy on write: the sequence goes on in its own copy of the page.
