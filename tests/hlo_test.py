@@ -239,6 +239,37 @@ class CostTest(parameterized.TestCase):
     update = 8 * row + 4  # the new rows lie on the chip
     self.assertEqual(module_cost(m).bytes, gather + update + 2 * 4 * row)
 
+  @parameterized.parameters(
+    (', output_to_operand_aliasing={{}: (0, {})}', 2 * 8 * 640 + 4),
+    ('', 1024 * 640 + 8 * 640 + 4),
+  )
+  def test_a_tile_written_through_another_tiling(self, alias, moved):
+    m = module(
+      """
+      %view (v: u8[1024,640]) -> u8[1024,640] {
+        %v = u8[1024,640]{1,0:T(32,128)(4,1)} parameter(0)
+        ROOT %t = u8[1024,640]{1,0:T(8,128)(4,1)} copy(%v)
+      }
+
+      %fused (p0: u8[1024,640], p1: s32[]) -> u8[1024,640] {
+        %p0 = u8[1024,640] parameter(0)
+        %p1 = s32[] parameter(1)
+        %z = s32[] constant(0)
+        %w = u8[1024,640] fusion(%p0), kind=kLoop ALIAS, calls=%view
+        %d = u8[8,640] dynamic-slice(%w, %p1, %z), dynamic_slice_sizes={8,640}
+        %n = u8[8,640] negate(%d)
+        ROOT %u = u8[1024,640] dynamic-update-slice(%w, %n, %p1, %z)
+      }
+
+      ENTRY %main (a: u8[1024,640], i: s32[]) -> u8[1024,640] {
+        %a = u8[1024,640] parameter(0)
+        %i = s32[] parameter(1)
+        ROOT %f = u8[1024,640] fusion(%a, %i), kind=kLoop, calls=%fused
+      }
+    """.replace(' ALIAS', alias)
+    )
+    self.assertEqual(module_cost(m).bytes, moved)
+
   def test_a_layer_sliced_from_a_stack_two_fusions_down(self):
     m = module("""
       %slice (p0: bf16[18,64,128], p1: s32[]) -> bf16[64,128] {
