@@ -105,9 +105,7 @@ def report() -> bool:
   print(write_page(cases, out / 'index.html'))
   for case in cases:
     for run in case.runs:
-      result = run.result
-      verdict = 'passed' if result.passed else f'parts at {result.parted}'
-      print(f'{run.name} beside {case.name}: {verdict}')
+      print(f'{run.name} beside {case.name}: {run.result.verdict}')
   return all(case.passed for case in cases)
 
 

@@ -223,7 +223,8 @@ class LogitsResult:
 def compare_logits(
   reference: np.ndarray, run: np.ndarray, tol: Tolerance
 ) -> LogitsResult:
-  """Compares [T, V] logits."""
+  """Compares [..., V] logits."""
+  reference, run = (a.reshape(-1, a.shape[-1]) for a in (reference, run))
   worst, scale, agree, gaps = 0.0, 0.0, 0, []
   for start in range(0, len(reference), _ROWS):
     a, b = reference[start : start + _ROWS], run[start : start + _ROWS]

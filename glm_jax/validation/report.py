@@ -136,8 +136,7 @@ def compare_pair(reference: Record, run: Record) -> Comparison:
   drafts, draft_kl = None, None
   given, made = reference.drafts(), run.drafts()
   if given is not None and made is not None:
-    flat = lambda x: x.reshape(-1, x.shape[-1])
-    drafts = compare.compare_logits(flat(given), flat(made), tol)
+    drafts = compare.compare_logits(given, made, tol)
     draft_kl = divergence(given, made)
   count = len(run.meta.tokens)
   return Comparison(

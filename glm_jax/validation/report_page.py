@@ -29,7 +29,7 @@ img { max-width: 100%; } .bad { color: #b00020; font-weight: 600; }
 <p>Recorded runs, each beside the first of its case. Errors are
 ‖run − reference‖ / ‖reference‖ over all rows; KL is from the reference's
 next-token distribution, every run given the same tokens.</p>
-{% for case in cases %}
+{% for case, pictures in cases %}
 <h2>{{ case.name }}: {{ case.meta.dtype }}, {{ case.meta.tokens | length }}
 tokens</h2>
 <table><tr><th>run</th><th>verdict</th><th>largest logit error</th>
@@ -39,7 +39,7 @@ tokens</h2>
 {% for run in case.runs %}{% set r = run.result %}
 <tr><td>{{ run.name }}</td>
 <td {% if not r.passed %}class="bad"{% endif %}>
-{{ 'passed' if r.passed else 'parts at ' ~ r.parted }}</td>
+{{ r.verdict }}</td>
 <td>{{ r.max_abs_logit_error | number }}</td>
 <td>{{ (run.kl.mean() if run.kl is not none else none) | number }}</td>
 <td>{{ (run.kl.max() if run.kl is not none else none) | number }}</td>
@@ -48,15 +48,15 @@ tokens</h2>
 <td>{{ r.selected_set_agreement | share }}</td>
 <td>{{ (run.draft_kl.max() if run.draft_kl is not none else none) | number }}
 </td></tr>{% endfor %}</table>
-{% for title, image in pictures[loop.index0] %}
+{% for title, image in pictures %}
 <h3>{{ title }}</h3>
 <img alt="{{ title }}" src="data:image/png;base64,{{ image }}">
 {% endfor %}
 <h3>How each was run</h3><ul>
-{% for name, meta in case.described %}
-<li>{{ name }}{{ ' (reference)' if loop.first }}: {{ meta.framework }}
-({% for k, v in meta.versions.items() %}{{ k }} {{ v }}{{ ', ' if not loop.last
-}}{% endfor %})<div class="note">{{ meta.notes | join('; ') }}</div></li>
+{% for run in [case] + case.runs | list %}
+<li>{{ run.name }}{{ ' (reference)' if loop.first }}: {{ run.meta.framework }}
+({% for k, v in run.meta.versions.items() %}{{ k }} {{ v
+}}{{ ', ' if not loop.last }}{% endfor %})<div class="note">{{ run.meta.notes | join('; ') }}</div></li>
 {% endfor %}</ul>
 {% endfor %}</body></html>
 """
@@ -75,20 +75,8 @@ def write_page(cases: Sequence[Case], path: epath.PathLike) -> epath.Path:
   env = jinja2.Environment(autoescape=True, trim_blocks=True)
   env.filters['number'] = lambda x: '–' if x is None else f'{x:.1e}'
   env.filters['share'] = lambda x: '–' if x is None else f'{x:.4%}'
-  shown = [
-    {
-      'name': case.name,
-      'meta': case.meta,
-      'runs': case.runs,
-      'described': [
-        (case.name, case.meta),
-        *((run.name, run.meta) for run in case.runs),
-      ],
-    }
-    for case in cases
-  ]
   html = env.from_string(_PAGE).render(
-    cases=shown, pictures=[pictures(case) for case in cases]
+    cases=[(case, pictures(case)) for case in cases]
   )
   path = epath.Path(path).expanduser()
   path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,11 @@ class Result:
   num_tokens: int
   record: str | None
 
+  @property
+  def verdict(self) -> str:
+    """'passed', or where the two part."""
+    return 'passed' if self.passed else f'parts at {self.parted}'
+
   def table(self) -> str:
     """One line a layer, then the verdict."""
     if not self.layers:

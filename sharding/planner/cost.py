@@ -347,17 +347,11 @@ def _touched(module: Module, inner: Computation, name: str) -> int | None:
       read = Array(array.dtype, array.dims).bytes
     elif first and user.opcode in ('dynamic-update-slice', 'scatter'):
       read = 0  # updated where it lies; the write counts with the results
-    elif user.opcode == 'bitcast':
+    elif user.opcode == 'bitcast' or _is_view(module, user, name):
       read = _touched(module, inner, user.name)
     elif user.opcode == 'fusion':
       nested = module.computations[user.called['calls']]
       number = user.operands.index(name)
-      if _is_view(user, nested, number):
-        inside = _touched(module, inner, user.name)
-        if inside is None:
-          return None
-        total += inside
-        continue
       read = _touched(module, nested, nested.parameters[number].name)
     else:
       read = None
@@ -367,11 +361,15 @@ def _touched(module: Module, inner: Computation, name: str) -> int | None:
   return total
 
 
-def _is_view(user: Instruction, nested: Computation, number: int) -> bool:
-  """Whether an inner fusion gives its operand in place, in another tiling.
+def _is_view(module: Module, user: Instruction, name: str) -> bool:
+  """Whether a fusion gives a value as it lies, in another tiling.
 
   libtpu reads and writes tiles of fp8 pools through such a `copy`; by its
   cycle model (2,346 cycles for a pool of 1.66 GB on v6e) no pool is moved.
   """
+  if user.opcode != 'fusion':
+    return False
+  nested = module.computations[user.called['calls']]
+  number = user.operands.index(name)
   whole = f'output_to_operand_aliasing={{{{}}: ({number}, {{}})}}'
   return nested.root.opcode == 'copy' and whole in user.attributes

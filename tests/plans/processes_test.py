@@ -32,7 +32,9 @@ class DeathTest(parameterized.TestCase):
     self.assertEqual(ours, [f'[{other}] process {victim} of 2 is lost: ending'])
 
   def test_process_0_leaves_last(self):
-    Pair(self, 'leave').finish(120)
+    pair = Pair(self, 'leave')
+    pair.finish(120)
+    self.assertEqual([p.returncode for p in pair.processes], [0, 0])
 
   @parameterized.parameters(
     ({'num_processes': 2}, 'need coordinator_address=HOST:PORT'),
