@@ -56,7 +56,8 @@ tokens</h2>
 {% for run in [case] + case.runs | list %}
 <li>{{ run.name }}{{ ' (reference)' if loop.first }}: {{ run.meta.framework }}
 ({% for k, v in run.meta.versions.items() %}{{ k }} {{ v
-}}{{ ', ' if not loop.last }}{% endfor %})<div class="note">{{ run.meta.notes | join('; ') }}</div></li>
+}}{{ ', ' if not loop.last }}{% endfor %})
+<div class="note">{{ run.meta.notes | join('; ') }}</div></li>
 {% endfor %}</ul>
 {% endfor %}</body></html>
 """
