@@ -8,8 +8,8 @@ The stage with IndexShare teaches the indexers about keys that they selected
 already, and what lies far fades: dense attention finds 194 of 200 needles
 then, the selection 156. This is the published warm-up (trunk frozen, dense
 attention, loss over all keys) run a second time. With 240 steps of 16 windows
-at half the rate and half the rows it came to 171, its loss still falling:
-hence four times the steps, of a quarter of the tokens.
+at half the rate and half the rows it came to 171, its loss still falling; four
+times the steps, of a quarter of the tokens: 185.
 """
 
 import pathlib

@@ -48,8 +48,21 @@ _JSON = flags.DEFINE_string('json', None, 'File to write the table to.')
 _PLOT = flags.DEFINE_string('plot', None, 'Picture (PNG) of the table.')
 
 
+def read_run(file: epath.Path) -> dict:
+  """What one run measured so far, row by row."""
+  return json.loads(file.read_text()) if file.exists() else {}
+
+
+def rows_left(file: epath.Path, form: str) -> list:
+  """The table's rows of a form that are not measured yet."""
+  from glm_jax.evaluation import draft_ablation as ablation
+
+  run = read_run(file)
+  return [r for r in ablation.ROWS if r.form == form and r.name not in run]
+
+
 def run_one(form: str, seed: int, directory: epath.Path, left: float | None):
-  """Trains and measures one run; None where time ran out."""
+  """Trains one run and measures its rows, each kept when it is there."""
   from glm_jax.checkpoints import EMBEDDED
   from glm_jax.data import TokenFile
   from glm_jax.evaluation import draft_ablation as ablation
@@ -70,7 +83,7 @@ def run_one(form: str, seed: int, directory: epath.Path, left: float | None):
   if result.failed:
     raise RuntimeError(result.failed)
   if not result.finished:
-    return None
+    return
   model = trainer.layout.model(state.params, config.model.dtype)
   prompts = ablation.held_out_prompts(
     TokenFile(epath.Path(_CORPUS.value) / 'held_out'),
@@ -78,18 +91,18 @@ def run_one(form: str, seed: int, directory: epath.Path, left: float | None):
     _PROMPT_TOKENS.value,
     _NEW.value,
   )
-  measured = {'form': form, 'seed': seed, 'steps': result.step}
-  for row in ablation.ROWS:
-    if row.form == form:
-      measured[row.name] = ablation.measure(
-        model,
-        prompts,
-        row.options,
-        max_new_tokens=_NEW.value,
-        block_bytes=_BLOCK_MIB.value << 20,
-      )
-      cli.log(form, seed, row.name, measured[row.name])
-  return measured
+  file = directory / f'{form}-{seed}.json'
+  for row in rows_left(file, form):
+    measured = ablation.measure(
+      model,
+      prompts,
+      row.options,
+      max_new_tokens=_NEW.value,
+      block_bytes=_BLOCK_MIB.value << 20,
+    )
+    cli.log(form, seed, row.name, measured)
+    run = {'form': form, 'seed': seed, 'steps': result.step}
+    cli.write_json(file, run | read_run(file) | {row.name: measured})
 
 
 def read_all(directory: epath.Path, seeds: list[int]):
@@ -100,10 +113,9 @@ def read_all(directory: epath.Path, seeds: list[int]):
   for form in ablation.FORMS:
     for seed in seeds:
       file = directory / f'{form}-{seed}.json'
-      if not file.exists():
+      if rows_left(file, form):
         missing.append(f'{form}-{seed}')
-        continue
-      run = json.loads(file.read_text())
+      run = read_run(file)
       done |= {
         (r.name, seed): run[r.name] for r in ablation.ROWS if r.name in run
       }
@@ -145,11 +157,8 @@ def main() -> bool:
       left = _MAX_SECONDS.value
       if left is not None:
         left -= time.monotonic() - begin
-      if file.exists() or left is not None and left < 0:
-        continue
-      measured = run_one(form, seed, directory, left)
-      if measured is not None:
-        cli.write_json(file, measured)
+      if rows_left(file, form) and (left is None or left > 0):
+        run_one(form, seed, directory, left)
   done, missing = read_all(directory, seeds)
   rows = ablation.summarise(done)
   print_table(rows)

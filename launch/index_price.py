@@ -47,7 +47,9 @@ _MAX_SECONDS = flags.DEFINE_float(
   'max_seconds', None, 'Start no run after so long; stop one in the middle.'
 )
 _JSON = flags.DEFINE_string('json', None, 'File to write the tables to.')
-_PLOT = flags.DEFINE_string('plot', None, 'Picture (PNG) of loss by position.')
+_PLOT = flags.DEFINE_string(
+  'plot', None, 'Picture (PNG) of the price by position.'
+)
 
 
 class Study:
@@ -193,14 +195,11 @@ def main() -> bool:
   if _PLOT.value:
     from glm_jax.evaluation import plots
 
-    rows = {form: judged[form, seeds[0]] for form in index_price.FORMS}
-    plots.plot_positions(
-      {
-        form: index_price.PositionLosses.from_json(run['losses']).rows()
-        for form, run in rows.items()
-      },
+    plots.plot_price(
+      found['difference'],
       _PLOT.value,
       topk=study.recipe.model.indexer.topk,
+      goal=_GOAL.value,
     )
   return found['difference']['share'][-1]['upper_share'] <= _GOAL.value
 

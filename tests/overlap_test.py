@@ -133,6 +133,8 @@ class PlotsTest(parameterized.TestCase):
     buckets = [{'from': a, 'to': b} for a, b in edges]
     losses = [b | {'nats': 3.0, 'standard_error': 0.1} for b in buckets]
     found = [b | {'count': 10, 'share': 0.9} for b in buckets]
+    price = {'nats': 2.0, 'difference': 0.01, 'upper_share': 0.02}
+    lost = [b | price for b in buckets]
     rng = np.random.default_rng(0)
     rows = _overlap(
       small_models.small_config(2), [random_selections(rng, 2, 70, 8)]
@@ -146,6 +148,7 @@ class PlotsTest(parameterized.TestCase):
     calls = (
       ('positions', plots.plot_positions, ({'model': losses},)),
       ('needles', plots.plot_needles, ({'model': found, 'other': found},)),
+      ('price', plots.plot_price, ({'share': lost},)),
       ('overlap', plots.plot_overlap, (rows,)),
       ('ablation', plots.plot_ablation, (forms,)),
     )

@@ -40,7 +40,7 @@ def form_config(recipe: TrainConfig, form: str, seed: int) -> TrainConfig:
   """The recipe of one run; its model is the one with shared indexers.
 
   Args:
-    recipe: of 'share'.
+    recipe: of 'share'; trained densely, then by selection, say.
     form: one of `TRAINED`.
     seed: of the order of the tokens.
   """
@@ -48,12 +48,10 @@ def form_config(recipe: TrainConfig, form: str, seed: int) -> TrainConfig:
     every = ('full',) * recipe.model.num_layers
     model = dataclasses.replace(recipe.model, indexer_types=every)
     recipe = dataclasses.replace(recipe, model=model)
-  sparse = form != 'dense'
-  coefficient = recipe.stages[0].kl_coefficient if sparse else 0.0
-  return override(
-    recipe,
-    [f'seed={seed}', f'sparse={sparse}', f'kl_coefficient={coefficient}'],
-  )
+  settings = [f'seed={seed}']
+  if form == 'dense':
+    settings += ['sparse=False', 'kl_coefficient=0.0']
+  return override(recipe, settings)
 
 
 def start_of(base: Model, recipe: TrainConfig, form: str) -> Model:

@@ -44,6 +44,46 @@ def plot_positions(
   _save(figure, axes, path)
 
 
+def plot_price(
+  differences: Mapping[str, Rows],
+  path: epath.PathLike,
+  *,
+  topk: int | None = None,
+  goal: float | None = None,
+):
+  """What each form loses against a model with an indexer in every layer.
+
+  Args:
+    differences: form to rows of `paired_difference`.
+    path: of the picture.
+    topk: is marked: up to there every key is selected.
+    goal: share of the loss that may be lost, drawn as a line.
+  """
+  figure, axes = _figure()
+  for name, rows in differences.items():
+    share = [100 * row['difference'] / row['nats'] for row in rows]
+    upper = [100 * row['upper_share'] for row in rows]
+    axes.errorbar(
+      [_middle(row) for row in rows],
+      share,
+      yerr=[high - mean for high, mean in zip(upper, share)],
+      marker='o',
+      markersize=4,
+      capsize=3,
+      label=f'{name} (±2 s.e.)',
+    )
+  axes.axhline(0, color='black', linewidth=1, label='an indexer in every layer')
+  if goal is not None:
+    axes.axhline(
+      100 * goal, color='grey', linestyle='--', label=f'goal, {goal:.1%}'
+    )
+  if topk is not None:
+    axes.axvline(topk, color='grey', linestyle=':', label=f'top-k {topk}')
+  _powers(axes, 'position in the window (tokens)')
+  axes.set_ylabel('loss lost (% of the loss there)')
+  _save(figure, axes, path)
+
+
 def plot_needles(
   found: Mapping[str, Rows], path: epath.PathLike, *, topk: int | None = None
 ):

@@ -119,9 +119,14 @@ class IndexPriceTest(absltest.TestCase):
       'per_layer': 'F' * 10,
       'share': 'FFFSSSFSSS',
     }
-    assert [c.stages[0].sparse for c in forms.values()] == [False, True, True]
+    sparse = {f: [s.sparse for s in c.stages] for f, c in forms.items()}
+    assert sparse == {
+      'dense': [False, False],
+      'per_layer': [False, True],
+      'share': [False, True],
+    }
     # A dense run has no use for its indexers.
-    assert forms['dense'].stages[0].kl_coefficient == 0
+    assert not any(s.kl_coefficient for s in forms['dense'].stages)
     plain = lambda c: dataclasses.replace(
       c,
       model=recipe.model,
@@ -158,7 +163,7 @@ full = runpy.run_path({price!r})
 
 def small(config):
   kinds = config.model.indexer_types[:4]
-  kinds = kinds if len(set(kinds)) == 1 and config.stages[0].name != 'form' \\
+  kinds = kinds if len(set(kinds)) == 1 and config.stages[0].name == 'short' \\
       else ('full', 'shared', 'full', 'shared')
   model = dataclasses.replace(
     config.model, hidden_size=32, intermediate_size=48, indexer_types=kinds,
@@ -213,6 +218,34 @@ def test_index_price_runs_and_goes_on_where_it_stopped(tmp_path):
   assert done.returncode == 0, done.stderr[-2000:]
   found = json.loads((tmp_path / 'out.json').read_text())
   assert [row['form'] for row in found['forms']] == list(index_price.FORMS)
+
+
+def test_ablation_keeps_every_measured_row(tmp_path):
+  """A stop between two rows of one form loses neither."""
+  rows = [row.name for row in draft_ablation.ROWS if row.form == 'shared']
+  measured = {
+    'accept_length': 1.0,
+    'accept_length_with_bonus': 2.0,
+    'acceptance': [0.5],
+  }
+  (tmp_path / 'shared-0.json').write_text(json.dumps({rows[0]: measured}))
+  done = subprocess.run(
+    [
+      sys.executable,
+      'launch/ablation.py',
+      '--corpus=nowhere',
+      f'--workdir={tmp_path}',
+      '--seeds=0',
+      '--max_seconds=0',
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1, done.stderr[-2000:]
+  assert 'not run: unshared-0, shared-0, shared_tv-0' in done.stderr
+  assert rows[0] in done.stdout and rows[1] not in done.stdout
+  assert '1.000' in done.stdout and '2.000' in done.stdout
 
 
 if __name__ == '__main__':
