@@ -14,12 +14,17 @@ prints several lines, and turns on info logging of every library.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import datetime
 import difflib
+import importlib.metadata
 import json
 import math
 import os
+import platform
 import re
+import shlex
 import sys
 import textwrap
 import traceback
@@ -179,6 +184,28 @@ def write_json(path: epath.PathLike, obj: Any):
     partial.replace(path)
   finally:
     partial.unlink(missing_ok=True)
+
+
+def origin() -> dict[str, str]:
+  """What a reader of a result needs to get it again; touches no device."""
+  versions = {}
+  for package in ('jax', 'libtpu'):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[package] = importlib.metadata.version(package)
+  program = 'launch/' + os.path.basename(sys.argv[0])
+  today = datetime.datetime.now(datetime.UTC).date().isoformat()
+  command = shlex.join(['python', program, *sys.argv[1:]])
+  return {'command': command, 'date': today, **versions}
+
+
+def machine() -> str:
+  """The device that jax computes on, in words."""
+  import jax
+
+  device = jax.devices()[0]
+  if device.platform == 'cpu':
+    return f'{os.cpu_count()}-core CPU ({platform.machine()})'
+  return device.device_kind
 
 
 def some_of(

@@ -102,6 +102,7 @@ def run_one(form: str, seed: int, directory: epath.Path, left: float | None):
     )
     cli.log(form, seed, row.name, measured)
     run = {'form': form, 'seed': seed, 'steps': result.step}
+    run |= cli.origin() | {'machine': cli.machine()}
     cli.write_json(file, run | read_run(file) | {row.name: measured})
 
 
@@ -163,7 +164,8 @@ def main() -> bool:
   rows = ablation.summarise(done)
   print_table(rows)
   if _JSON.value:
-    cli.write_json(_JSON.value, {'rows': rows, 'missing': missing})
+    found = {'rows': rows, 'missing': missing}
+    cli.write_json(_JSON.value, cli.origin() | found)
   if _PLOT.value:
     from glm_jax.evaluation.plots import plot_ablation
 

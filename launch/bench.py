@@ -12,10 +12,6 @@ what its cycle model cannot know is printed under the table.
 
 from __future__ import annotations
 
-import datetime
-import shlex
-import sys
-
 from absl import flags
 
 from glm_jax import cli
@@ -93,6 +89,7 @@ def main() -> bool:
   if run and _TOPOLOGY.value:
     raise cli.UserError('--topology is for --evidence=compiled: leave it out')
   systems = tuple(_SYSTEM.value or (['auto'] if run else ['tpu']))
+  origin = cli.origin()
   request = Request(
     evidence=_EVIDENCE.value,
     devices=(
@@ -102,8 +99,8 @@ def main() -> bool:
     ),
     select=tuple(_OP.value or ()),
     systems=systems,
-    command=shlex.join(['python', *sys.argv]),
-    date=datetime.date.today().isoformat(),
+    command=origin['command'],
+    date=origin['date'],
     url=_URL.value,
     model=_MODEL.value,
     scale=_SCALE.value,

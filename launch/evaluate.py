@@ -23,11 +23,7 @@ or windows, the larger) as a share of the other loss.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import sys
 import time
 
 import numpy as np
@@ -331,37 +327,20 @@ def draw(result: dict, directory: epath.Path, topk: int | None):
     plots.plot_overlap(result['overlap'], directory / 'overlap.png')
 
 
-def origin() -> dict:
-  """What a reader needs to measure the same again."""
-  import jax
-
-  program = 'launch/' + os.path.basename(sys.argv[0])
-  date = datetime.datetime.now(datetime.UTC).date().isoformat()
-  devices = jax.devices()
-  kind = devices[0].device_kind
-  if devices[0].platform == 'cpu':
-    kind = f'{os.cpu_count()}-core CPU ({platform.machine()})'
-  return {
-    'command': ' '.join(['python', program, *sys.argv[1:]]),
-    'date': date,
-    'machine': kind,
-    'jax': jax.__version__,
-  }
-
-
 def main() -> None:
   if _RESULTS.value:
     if not _AGAINST.value:
       raise cli.UserError('--results needs --against: files to compare with')
     rows = compare(read_losses(_RESULTS.value), read_losses(_AGAINST.value))
     if _JSON.value:
-      cli.write_json(_JSON.value, origin() | {'against': rows})
+      cli.write_json(_JSON.value, cli.origin() | {'against': rows})
     return
   if not _CORPUS.value:
     raise cli.UserError('--corpus=DIR is needed; --help shows an example')
   suites = wanted_suites()
   evaluation = Evaluation(suites)
-  result = origin() | {
+  result = cli.origin() | {
+    'machine': cli.machine(),
     'model': _MODEL.value,
     'selection': _SELECTION.value,
     'share_index': _SHARE_INDEX.value,

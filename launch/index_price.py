@@ -144,6 +144,7 @@ class Study:
         attention=_ATTENTION.value,
       )
       judged['losses'] = dataclasses.asdict(judged['losses'])
+      judged |= cli.origin() | {'machine': cli.machine()}
       cli.write_json(self.directory / f'{name}-{seed}.json', judged)
     return True
 
@@ -191,7 +192,7 @@ def main() -> bool:
   found = index_price.compare_forms(judged, seeds)
   print_tables(found)
   if _JSON.value:
-    cli.write_json(_JSON.value, found)
+    cli.write_json(_JSON.value, cli.origin() | found)
   if _PLOT.value:
     from glm_jax.evaluation import plots
 

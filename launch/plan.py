@@ -120,7 +120,7 @@ def main() -> bool:
     result = plan.to_json()
     print(report.table(plan))
   if _JSON.value:
-    cli.write_json(_JSON.value, result | {'model': path})
+    cli.write_json(_JSON.value, cli.origin() | {'model': path} | result)
   if _PLOT.value:
     report.plot(rows, _PLOT.value)
   return answer

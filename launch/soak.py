@@ -174,7 +174,7 @@ def main() -> bool:
   for problem in found['problems']:
     print(f'  {problem}')
   if _JSON.value:
-    cli.write_json(_JSON.value, found)
+    cli.write_json(_JSON.value, cli.origin() | found)
   return not found['problems']
 
 
