@@ -14,16 +14,21 @@ CI_FLAGS := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_exp
 # The status page is looked at where there is a browser.
 BROWSER := $(if $(shell command -v chromium || command -v google-chrome),,and not browser)
 
-.PHONY: ablation demo notebooks soak test test-long test-tpu validate lint clean
+.PHONY: ablation demo notebooks soak test test-gpu test-long test-tpu validate lint clean
 
 demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
-	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu $(BROWSER)' --durations=8
+	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu and not gpu $(BROWSER)' --durations=8
 
 test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8
+
+# JAX's CUDA plugin is a compiler here; it needs no GPU and no CUDA.
+test-gpu: $(VENV)/.dev
+	$(BIN)/pip install -q jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')
+	$(CPU) $(BIN)/python -m pytest -q -rP -n 2 -m gpu --durations=8
 
 test-tpu: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -rP -n 2 -m tpu --durations=8

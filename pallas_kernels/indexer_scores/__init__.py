@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose, run
-from pallas_kernels.indexer_scores import reference, tpu, xla
+from pallas_kernels.indexer_scores import gpu, reference, tpu, xla
 from pallas_kernels.tiling import within_pool
 
 AVAILABLE = {
+  'gpu': gpu.indexer_scores,
   'interpret': functools.partial(tpu.indexer_scores, interpret=True),
   'reference': reference.indexer_scores,
   'tpu': tpu.indexer_scores,
@@ -81,8 +82,8 @@ def indexer_scores(
     row_pos: [T] int32 position of each row, -1 for a padding row.
     first: lowest visible position; the drafter's pool has no row at 0.
     shard: the caller's part of a token-sharded pool; not on one device.
-    implementation: None, 'tpu', 'interpret' (the TPU kernel on a CPU), 'xla'
-      or 'reference'.
+    implementation: None, 'tpu', 'gpu', 'interpret' (the TPU kernel on a CPU),
+      'xla' or 'reference'.
 
   Returns:
     [T, n * 64] float32; -inf at positions below `first` or above `row_pos`

@@ -1,28 +1,38 @@
-"""Indexer scores of one sequence's rows on a GPU, by Pallas (Triton).
+"""Indexer scores on a GPU, by Pallas (Triton).
 
 XLA writes the dots of all heads [T, I, S] to memory and reads them back; here
-a tile of them lives in registers until the heads are summed. Pallas' Triton
-backend is deprecated in JAX: nothing but `sequence_scores` depends on it.
+a tile of them lives in registers until the heads are summed. A program takes
+some query rows and keys: one row where sequences decode, four where they
+prefill, whose rows mostly are of one sequence.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.indexer_scores.reference import relu
+from pallas_kernels.tiling import PAGE, round_up
+from pallas_kernels.triton import params, power_of_two
 
 _ROWS = 4  # query rows a program; with 32 heads a 128-row matrix operand
 _KEYS = 128  # keys a tile
+_PAGES = _KEYS // PAGE
+_TILES = 4  # of keys a program
 
 
 def fits(rows: int, heads: int, width: int, size: int) -> bool:
-  """Whether the kernel takes these shapes; else XLA does the work."""
-  power = lambda n: n & (n - 1) == 0
+  """Whether `sequence_scores` takes these shapes; else XLA does the work."""
   whole = rows % _ROWS == 0 and size % _KEYS == 0
-  return whole and power(heads) and power(width) and min(heads, width) >= 16
+  return whole and power_of_two(heads) and power_of_two(width)
+
+
+def _dots(q, w, keys, rows: int):
+  """[rows * I, H] queries, [rows * I] weights, [_KEYS, H] -> [rows, _KEYS]."""
+  dots = jnp.dot(q, keys.T, preferred_element_type=jnp.float32)
+  return jnp.sum((relu(dots) * w[:, None]).reshape(rows, -1, _KEYS), axis=1)
 
 
 def sequence_scores(
@@ -32,7 +42,7 @@ def sequence_scores(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """sum over heads of w relu(q k), for every row and key.
+  """sum over heads of w relu(q k), for every row and key of one sequence.
 
   Args:
     q: [T, I, H] index queries.
@@ -52,9 +62,7 @@ def sequence_scores(
     )
 
   def kernel(q_ref, w_ref, k_ref, o_ref):
-    dots = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32)
-    scores = (relu(dots) * w_ref[...][:, None]).reshape(_ROWS, heads, _KEYS)
-    o_ref[...] = jnp.sum(scores, axis=1)
+    o_ref[...] = _dots(q_ref[...], w_ref[...], k_ref[...], _ROWS)
 
   return pl.pallas_call(
     kernel,
@@ -66,7 +74,98 @@ def sequence_scores(
     ],
     out_specs=pl.BlockSpec((_ROWS, _KEYS), lambda i, j: (i, j)),
     out_shape=jax.ShapeDtypeStruct((T, S), jnp.float32),
-    compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=3),
+    compiler_params=None if interpret else params(8, 3),
     interpret=interpret,
     name='sequence_scores',
   )(q.reshape(T * heads, H), w.reshape(T * heads), keys)
+
+
+def _kernel(*refs, rows: int, heads: int, first: int, scaled: bool):
+  """Scores of `rows` query rows and `_TILES` tiles of keys."""
+  q_ref, w_ref, keys_ref, *refs = refs
+  scales_ref = refs.pop(0) if scaled else None
+  table_ref, seq_ref, pos_ref, o_ref = refs
+  begin, column = pl.program_id(0) * rows, pl.program_id(1)
+  some = pl.ds(begin * heads, rows * heads)
+  q, w = q_ref[some, :], w_ref[some]
+  seqs, row_pos = seq_ref[pl.ds(begin, rows)], pos_ref[pl.ds(begin, rows)]
+  inside = lax.broadcasted_iota(jnp.int32, (_PAGES, PAGE), 1).reshape(_KEYS)
+
+  def tile(i, _):
+    start = column * _TILES + i
+
+    def add(r, seq, out):
+      pages = table_ref[seq, pl.ds(start * _PAGES, _PAGES)]
+      pages = jnp.broadcast_to(pages[:, None], (_PAGES, PAGE)).reshape(_KEYS)
+      at = jnp.maximum(pages, 0) * PAGE + inside
+      scores = _dots(q, w, keys_ref[at, :].astype(q.dtype), rows)
+      if scaled:
+        scores = scores * scales_ref[at][None]
+      pos = start * _KEYS + lax.broadcasted_iota(jnp.int32, (rows, _KEYS), 1)
+      seen = (pages >= 0)[None] & (pos >= first) & (pos <= row_pos[:, None])
+      return jnp.where(seen & (seqs == seq)[:, None], scores, out)
+
+    out = jnp.full((rows, _KEYS), -jnp.inf)
+    before = jnp.int32(-1)
+    for r in range(rows):
+      seq = seq_ref[begin + r]
+      last = jnp.max(jnp.where(seqs == seq, row_pos, -1))
+      needed = (seq != before) & (start * _KEYS <= last)
+      call = lambda out, r=r, seq=seq: add(r, seq, out)
+      out = lax.cond(needed, call, lambda out: out, out)
+      before = seq
+    o_ref[pl.ds(begin, rows), pl.ds(start * _KEYS, _KEYS)] = out
+
+  lax.fori_loop(0, _TILES, tile, None)
+
+
+def indexer_scores(
+  q: jax.Array,  # [T, I, H] bf16
+  w: jax.Array,  # [T, I] f32
+  key_pages: jax.Array,  # [P, page, H] bf16 or fp8
+  key_scales: jax.Array | None,  # [P, page] f32
+  page_table: jax.Array,  # [B, n] int32
+  row_seq: jax.Array,  # [T] int32
+  row_pos: jax.Array,  # [T] int32
+  *,
+  first: int = 0,
+  interpret: bool = False,
+) -> jax.Array:  # [T, S] f32
+  """See the public call."""
+  T, heads, H = q.shape
+  n = page_table.shape[1]
+  if q.dtype != jnp.bfloat16 or key_pages.dtype.itemsize > 2:
+    raise NotImplementedError(
+      f'{q.dtype} queries and {key_pages.dtype} keys: bf16, or bf16 and fp8'
+    )
+  if not (power_of_two(heads) and power_of_two(H)):
+    raise NotImplementedError(
+      f'{heads} heads of {H}: both must be powers of two from 16'
+    )
+  rows = _ROWS if T >= _ROWS * page_table.shape[0] else 1
+  padded = round_up(T, rows)
+  pages = round_up(n, _PAGES * _TILES)
+  whole = lambda a, fill=0: jnp.pad(
+    a, [(0, padded - T)] + [(0, 0)] * (a.ndim - 1), constant_values=fill
+  )
+  table = jnp.pad(page_table, ((0, 0), (0, pages - n)), constant_values=-1)
+  scales = () if key_scales is None else (key_scales.reshape(-1),)
+  scores = pl.pallas_call(
+    lambda *refs: _kernel(
+      *refs, rows=rows, heads=heads, first=first, scaled=bool(scales)
+    ),
+    grid=(padded // rows, pages // (_PAGES * _TILES)),
+    out_shape=jax.ShapeDtypeStruct((padded, pages * PAGE), jnp.float32),
+    compiler_params=None if interpret else params(8 if rows > 1 else 4, 3),
+    interpret=interpret,
+    name='indexer_scores',
+  )(
+    whole(q).reshape(padded * heads, H),
+    whole(w).reshape(padded * heads),
+    key_pages.reshape(-1, H),
+    *scales,
+    table,
+    jnp.maximum(whole(row_seq), 0),
+    whole(row_pos, -1),
+  )
+  return scores[:T, : n * PAGE]

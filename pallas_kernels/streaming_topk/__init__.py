@@ -11,10 +11,11 @@ import jax
 
 from pallas_kernels.dispatch import choose, run
 from pallas_kernels.indexer_scores import check_index_arguments
-from pallas_kernels.streaming_topk import reference, tpu, xla
+from pallas_kernels.streaming_topk import gpu, reference, tpu, xla
 from pallas_kernels.tiling import within_pool
 
 AVAILABLE = {
+  'gpu': gpu.streaming_topk,
   'interpret': functools.partial(tpu.streaming_topk, interpret=True),
   'reference': reference.streaming_topk,
   'tpu': tpu.streaming_topk,
@@ -55,9 +56,9 @@ def streaming_topk(
     k: keys wanted a row.
     first: lowest visible position, as in `indexer_scores`.
     shard: the caller's part of a token-sharded pool; not on one device.
-    implementation: None, 'tpu', 'interpret' (the TPU kernel on a CPU), 'xla'
-      or 'reference'.
-    block_bytes: bytes of scores that may exist at once ('xla').
+    implementation: None, 'tpu', 'gpu', 'interpret' (the TPU kernel on a CPU),
+      'xla' or 'reference'.
+    block_bytes: bytes of scores that may exist at once ('gpu', 'xla').
 
   Returns:
     positions: [T, k] int32, unique, ascending, then -1 where fewer than k
@@ -78,5 +79,8 @@ def streaming_topk(
   choice = choose('streaming_topk', implementation, AVAILABLE)
   page_table = within_pool(page_table, key_pages.shape[0], 'page')
   args = (q, w, key_pages, key_scales, page_table, row_seq, row_pos)
-  bounded = functools.partial(AVAILABLE['xla'], block_bytes=block_bytes)
-  return run(choice, {**AVAILABLE, 'xla': bounded}, *args, k=k, first=first)
+  bounded = {
+    name: functools.partial(AVAILABLE[name], block_bytes=block_bytes)
+    for name in ('gpu', 'xla')
+  }
+  return run(choice, {**AVAILABLE, **bounded}, *args, k=k, first=first)

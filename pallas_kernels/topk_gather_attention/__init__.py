@@ -13,12 +13,19 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose, run
 from pallas_kernels.tiling import cdiv, within_pool
-from pallas_kernels.topk_gather_attention import backward, reference, tpu, xla
+from pallas_kernels.topk_gather_attention import (
+  backward,
+  gpu,
+  reference,
+  tpu,
+  xla,
+)
 from pallas_kernels.topk_gather_attention.rows import SCALE_GROUP, decode_rows
 
 __all__ = ['SCALE_GROUP', 'decode_rows', 'topk_gather_attention']
 
 AVAILABLE = {
+  'gpu': gpu.topk_gather_attention,
   'reference': reference.topk_gather_attention,
   'xla': xla.topk_gather_attention,
   'tpu': tpu.topk_gather_attention,
@@ -75,7 +82,7 @@ def topk_gather_attention(
     scale: softmax scale; there is no default, since the latent's width is
       not the head's.
     latent_width: R.
-    implementation: None, 'tpu', 'interpret', 'xla' or 'reference'.
+    implementation: None, 'tpu', 'gpu', 'interpret', 'xla' or 'reference'.
     block_bytes: bytes of gathered rows and logits at once ('reference' alone
       gathers all).
 

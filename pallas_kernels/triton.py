@@ -1,0 +1,48 @@
+"""Pallas' Triton backend, which JAX has deprecated: asked for in one place.
+
+The GPU kernels (`*/gpu.py`) are written in plain Pallas and take their
+compiler parameters here. A JAX without the backend refuses them, and the ops
+run in XLA (dispatch.py), which gives the same results.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def params(warps: int, stages: int):
+  """Compiler parameters of a kernel.
+
+  Args:
+    warps: of 32 threads, a program.
+    stages: of the loads in a loop that are in flight together.
+
+  Raises:
+    NotImplementedError: this JAX has no Triton backend.
+  """
+  try:
+    from jax.experimental.pallas import triton
+  except ImportError as error:
+    raise NotImplementedError(
+      'this JAX has no Triton backend for Pallas'
+    ) from error
+  return triton.CompilerParams(num_warps=warps, num_stages=stages)
+
+
+def power_of_two(n: int, least: int = 16) -> bool:
+  """Whether Triton's arrays and matrix products take this many elements."""
+  return n >= least and n & (n - 1) == 0
+
+
+def scatter(ref, row, columns, values, chosen, spare: int, interpret: bool):
+  """Writes `values` to `columns` of a row where `chosen`.
+
+  Interpreted, a masked store touches every address it is given, so what is
+  not chosen goes to column `spare`, which must be nobody's.
+  """
+  if interpret:
+    ref[row, jnp.where(chosen, columns, spare)] = values
+    return
+  from jax.experimental.pallas import triton
+
+  triton.store(ref.at[row, columns], values, mask=chosen)

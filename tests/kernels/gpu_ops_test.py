@@ -1,0 +1,158 @@
+"""The GPU's kernels, interpreted, against the reference.
+
+What must not be read holds NaN: page 0 and row 0, where an unmasked -1 ends.
+"""
+
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+import pallas_kernels
+from pallas_kernels.indexer_scores import gpu as scores_gpu
+from pallas_kernels.indexer_scores import reference as scores_reference
+from pallas_kernels.streaming_topk import gpu as select_gpu
+from pallas_kernels.streaming_topk import reference as select_reference
+from pallas_kernels.topk_gather_attention import gpu as attention_gpu
+from pallas_kernels.topk_gather_attention import reference as attention
+
+
+def index_case(T, B, n, *, fp8=False, heads=32, width=32):
+  """Rows of some sequences in order, the last one a padding row."""
+  rng = np.random.default_rng(0)
+  pages = B * n + 2
+  keys = rng.normal(size=(pages, 64, width)).astype(np.float32)
+  keys[0] = np.nan
+  table = rng.permutation(pages - 1)[: B * n].reshape(B, n) + 1
+  table[:, -1] = -1
+  row_pos = rng.integers(0, (n - 1) * 64, T)
+  row_pos[-1] = -1
+  return (
+    jnp.asarray(rng.normal(size=(T, heads, width)), jnp.bfloat16),
+    jnp.asarray(rng.normal(size=(T, heads)), jnp.float32),
+    jnp.asarray(keys, jnp.float8_e4m3fn if fp8 else jnp.bfloat16),
+    jnp.asarray(rng.random((pages, 64)), jnp.float32) if fp8 else None,
+    jnp.asarray(table, jnp.int32),
+    jnp.asarray(np.sort(rng.integers(0, B, T)), jnp.int32),
+    jnp.asarray(row_pos, jnp.int32),
+  )
+
+
+class ScoresTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('decode', 3, 3, 3, False), ('prefill_of_two_sequences', 9, 2, 9, True)
+  )
+  def test_equal_the_reference(self, T, B, n, fp8):
+    case = index_case(T, B, n, fp8=fp8)
+    got = np.asarray(scores_gpu.indexer_scores(*case, first=1, interpret=True))
+    want = np.asarray(scores_reference.indexer_scores(*case, first=1))
+    np.testing.assert_array_equal(got > -np.inf, want > -np.inf)
+    seen = want > -np.inf
+    np.testing.assert_allclose(got[seen], want[seen], rtol=1e-5, atol=1e-4)
+
+  def test_what_it_does_not_take_is_refused(self):
+    q, *rest = index_case(3, 3, 3)
+    with self.assertRaisesRegex(NotImplementedError, 'float32 queries'):
+      scores_gpu.indexer_scores(q.astype(jnp.float32), *rest)
+    case = index_case(3, 3, 3, heads=24)
+    with self.assertRaisesRegex(NotImplementedError, '24 heads of 32'):
+      scores_gpu.indexer_scores(*case)
+
+
+class SelectTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('narrow', 500, 40, 16384),
+    ('wide', 1200, 40, 256),
+    ('wide_and_fewer_than_k', 700, 650, 256),
+  )
+  def test_equals_a_stable_sort(self, size, k, widest):
+    rng = np.random.default_rng(1)
+    scores = rng.normal(size=(5, size)).astype(np.float32)
+    scores[0] = np.round(scores[0])  # ties by the hundred
+    scores[1, k // 2 :] = -np.inf
+    scores[2] = -np.inf
+    scores[3, ::3] = 0.25
+    scores[3, 1::3] = np.where(np.arange(size)[1::3] % 2, 0.0, -0.0)
+    scores[4, :9] = np.nan
+    scores = select_reference.comparable(jnp.asarray(scores))
+    with mock.patch.object(select_gpu, '_WIDEST', widest):
+      positions, winners = select_gpu.select(scores, k, interpret=True)
+    for row, got, value in zip(np.asarray(scores), positions, winners):
+      order = np.argsort(-row, kind='stable')[:k]
+      want = np.sort(order[row[order] > -np.inf])
+      fill = (0, k - len(want))
+      np.testing.assert_array_equal(got, np.pad(want, fill, constant_values=-1))
+      np.testing.assert_array_equal(
+        value, np.pad(row[want], fill, constant_values=-np.inf)
+      )
+
+  def test_the_whole_op_equals_the_reference(self):
+    case = index_case(5, 2, 3)
+    got = select_gpu.streaming_topk(
+      *case, k=20, block_bytes=1 << 20, interpret=True
+    )
+    want = select_reference.streaming_topk(*case, k=20)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-4)
+
+
+class AttentionTest(parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('few_rows', 3, 4, 200), ('many_rows', 33, 20, 70)
+  )
+  def test_equals_the_reference(self, T, N, k):
+    rng = np.random.default_rng(2)
+    R, P, M = 32, 16, 300
+    rows = rng.normal(size=(M, 64)).astype(np.float32)
+    rows[0] = np.nan
+    rows[:, R + P :] = np.nan
+    slots = np.full((T, k), -1, np.int32)
+    for t in range(1, T):  # row 0 has none
+      count = rng.integers(1, k)
+      slots[t, rng.permutation(k)[:count]] = rng.permutation(M - 1)[:count] + 1
+    q = jnp.asarray(rng.normal(size=(T, N, R + P)), jnp.bfloat16)
+    rows = jnp.asarray(rows, jnp.bfloat16)
+    args, widths = (q, rows, None, slots), dict(scale=0.2, latent_width=R)
+    out, lse = attention_gpu.topk_gather_attention(
+      *args, **widths, interpret=True
+    )
+    clean = jnp.where(jnp.isnan(rows), 0, rows)
+    want, want_lse = attention.topk_gather_attention(
+      q, clean, None, jnp.asarray(slots), **widths
+    )
+    self.assertEqual(out.dtype, jnp.bfloat16)
+    np.testing.assert_allclose(
+      np.float32(out), np.float32(want), rtol=2e-2, atol=2e-2
+    )
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-4)
+    self.assertFalse(np.any(np.float32(out[0])))
+
+  def test_programs_fill_the_card(self):
+    self.assertEqual(attention_gpu.split(1, 64, 2048), (16, 32))
+    self.assertEqual(attention_gpu.split(8, 64, 2048), (16, 16))
+    self.assertEqual(attention_gpu.split(64, 64, 2048), (64, 2))
+    self.assertEqual(attention_gpu.split(4096, 64, 2048), (64, 1))
+
+  def test_what_it_does_not_take_is_refused(self):
+    q = jnp.zeros((1, 4, 48), jnp.bfloat16)
+    slots = jnp.zeros((1, 4), jnp.int32)
+    call = attention_gpu.topk_gather_attention
+    with self.assertRaisesRegex(NotImplementedError, 'float32 rows'):
+      call(q, jnp.zeros((9, 64)), None, slots, scale=1.0, latent_width=32)
+    rows = jnp.zeros((9, 64), jnp.bfloat16)
+    with self.assertRaisesRegex(NotImplementedError, '24 latent'):
+      call(q, rows, None, slots, scale=1.0, latent_width=24)
+
+
+@pytest.mark.parametrize(
+  'op', ['indexer_scores', 'streaming_topk', 'topk_gather_attention']
+)
+def test_a_gpu_is_offered_the_kernel(op):
+  module = getattr(pallas_kernels, op).__globals__
+  assert module['AVAILABLE']['gpu'].__module__.endswith('.gpu')
+
+
+if __name__ == '__main__':
+  absltest.main()
