@@ -14,13 +14,13 @@ CI_FLAGS := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_exp
 # The status page is looked at where there is a browser.
 BROWSER := $(if $(shell command -v chromium || command -v google-chrome),,and not browser)
 
-.PHONY: ablation demo notebooks soak test test-gpu test-long test-tpu validate lint clean
+.PHONY: ablation demo notebooks soak test test-gpu test-long test-on-gpu test-tpu validate lint clean
 
 demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
-	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu and not gpu $(BROWSER)' --durations=8
+	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu and not gpu and not on_gpu $(BROWSER)' --durations=8
 
 test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8
@@ -29,6 +29,10 @@ test-long: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	$(BIN)/pip install -q jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')
 	$(CPU) $(BIN)/python -m pytest -q -rP -n 2 -m gpu --durations=8
+
+# On a host with a GPU and a JAX that sees it (pip install -e '.[gpu]').
+test-on-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m on_gpu
 
 test-tpu: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -rP -n 2 -m tpu --durations=8
