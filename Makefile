@@ -32,7 +32,7 @@ test-gpu: $(VENV)/.dev
 
 # On a host with a GPU and a JAX that sees it (pip install -e '.[gpu]').
 test-on-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m on_gpu
+	JAX_PLATFORMS=cuda $(BIN)/python -m pytest -q -m on_gpu
 
 test-tpu: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -rP -n 2 -m tpu --durations=8

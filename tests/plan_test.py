@@ -172,6 +172,10 @@ class PlanTest(parameterized.TestCase):
     )
     prefill = flops(step='prefill', chunk=1024, batch=2)
     self.assertEqual(prefill, 2 * (rows.total + drafter.total))
+    serve = dict(step='serve', num_speculative_tokens=3)
+    self.assertEqual(flops(chunk=0, **serve), verify)  # nobody prefills
+    prompt = flops(step='prefill', chunk=512)
+    self.assertEqual(flops(chunk=512, **serve), verify + prompt)
 
   def test_table_and_markdown(self):
     moves = [fetch(), fetch(hidden=False)]

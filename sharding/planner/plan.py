@@ -108,6 +108,7 @@ class PodPlan:
     decoding = dataclasses.replace(
       self.request,
       step='verify' if self.request.num_speculative_tokens else 'decode',
+      chunk=None,
     )
     total = dataclasses.replace(self, request=decoding).model_flops
     if not self.request.chunk:
