@@ -10,6 +10,19 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
+def available() -> bool:
+  """Whether this JAX has the backend."""
+  return _backend() is not None
+
+
+def _backend():
+  try:
+    from jax.experimental.pallas import triton
+  except ImportError:
+    return None
+  return triton
+
+
 def params(warps: int, stages: int):
   """Compiler parameters of a kernel.
 
@@ -20,13 +33,10 @@ def params(warps: int, stages: int):
   Raises:
     NotImplementedError: this JAX has no Triton backend.
   """
-  try:
-    from jax.experimental.pallas import triton
-  except ImportError as error:
-    raise NotImplementedError(
-      'this JAX has no Triton backend for Pallas'
-    ) from error
-  return triton.CompilerParams(num_warps=warps, num_stages=stages)
+  backend = _backend()
+  if backend is None:
+    raise NotImplementedError('this JAX has no Triton backend for Pallas')
+  return backend.CompilerParams(num_warps=warps, num_stages=stages)
 
 
 def power_of_two(n: int, least: int = 16) -> bool:
@@ -43,6 +53,4 @@ def scatter(ref, row, columns, values, chosen, spare: int, interpret: bool):
   if interpret:
     ref[row, jnp.where(chosen, columns, spare)] = values
     return
-  from jax.experimental.pallas import triton
-
-  triton.store(ref.at[row, columns], values, mask=chosen)
+  _backend().store(ref.at[row, columns], values, mask=chosen)

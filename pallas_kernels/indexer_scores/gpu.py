@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.tiling import PAGE, round_up
-from pallas_kernels.triton import params, power_of_two
+from pallas_kernels.triton import available, params, power_of_two
 
 _ROWS = 4  # query rows a program; with 32 heads a 128-row matrix operand
 _KEYS = 128  # keys a tile
@@ -26,7 +26,8 @@ _TILES = 4  # of keys a program
 def fits(rows: int, heads: int, width: int, size: int) -> bool:
   """Whether `sequence_scores` takes these shapes; else XLA does the work."""
   whole = rows % _ROWS == 0 and size % _KEYS == 0
-  return whole and power_of_two(heads) and power_of_two(width)
+  powers = power_of_two(heads) and power_of_two(width)
+  return available() and whole and powers
 
 
 def _dots(q, w, keys, rows: int):

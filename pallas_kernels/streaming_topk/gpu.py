@@ -19,7 +19,7 @@ from pallas_kernels.streaming_topk.reference import comparable
 from pallas_kernels.streaming_topk.threshold import search_mask, sortable
 from pallas_kernels.streaming_topk.xla import rows_per_block
 from pallas_kernels.tiling import cdiv, map_row_blocks, round_up
-from pallas_kernels.triton import params, scatter
+from pallas_kernels.triton import available, params, scatter
 
 _WIDEST = 16384  # scores of a row that registers hold
 _CHUNK = 512  # scores that are compared at once in a wide row
@@ -28,8 +28,8 @@ _BITS = 5  # of the threshold found in a launch: 32 bounds
 
 
 def fits(size: int) -> bool:
-  """Whether a row of so many scores is held by one program."""
-  return size <= _WIDEST
+  """Whether one program holds a row of so many scores, in this JAX."""
+  return available() and size <= _WIDEST
 
 
 def _pad(scores: jax.Array, width: int) -> jax.Array:
@@ -222,7 +222,7 @@ def select(
     positions [T, k] int32 ascending, then -1; scores [T, k] float32, -inf
     beside -1.
   """
-  if fits(scores.shape[1]):
+  if scores.shape[1] <= _WIDEST:
     width = pl.next_power_of_2(scores.shape[1])
     positions, count = _narrow(_pad(scores, width), k, interpret)
   else:

@@ -11,6 +11,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 import pallas_kernels
+from pallas_kernels import triton
 from pallas_kernels.indexer_scores import gpu as scores_gpu
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.streaming_topk import gpu as select_gpu
@@ -144,6 +145,15 @@ class AttentionTest(parameterized.TestCase):
     rows = jnp.zeros((9, 64), jnp.bfloat16)
     with self.assertRaisesRegex(NotImplementedError, '24 latent'):
       call(q, rows, None, slots, scale=1.0, latent_width=24)
+
+
+def test_a_jax_without_the_backend_leaves_everything_to_xla():
+  case = index_case(3, 3, 3)
+  with mock.patch.object(triton, '_backend', return_value=None):
+    with pytest.raises(NotImplementedError, match='no Triton backend'):
+      scores_gpu.indexer_scores(*case)
+    assert not scores_gpu.fits(4, 32, 32, 128)
+    assert not select_gpu.fits(128)
 
 
 @pytest.mark.parametrize(

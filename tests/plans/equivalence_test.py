@@ -4,6 +4,7 @@ Caches start full of NaN, so that a row, a slot or a page of somebody else
 that leaks into a result shows. Index heads 32, top-k 8 below the lengths.
 """
 
+import jax
 import numpy as np
 import plan_cases
 import pytest
@@ -30,6 +31,10 @@ MORE = (
 
 
 class EquivalenceTest(parameterized.TestCase):
+  def tearDown(self):
+    super().tearDown()
+    jax.clear_caches()  # all cases' programs at once are too many (conftest)
+
   def check_passes(self, name, shape, options, deep):
     plan = plan_cases.make_plan(name, shape, deep, **options)
     model = plan_cases.placed_model(shape, deep)
