@@ -112,7 +112,7 @@ def expected_passes(deep=False, rounds=2):
 
 def captured(model, plan, lengths=(150, 90)):
   """A whole prompt at once: logits and selections of live rows."""
-  T = max(lengths)
+  T = -(-max(lengths) // 8) * 8  # rows divide over eight ranks
   tokens = np.zeros((len(lengths), T), np.int32)
   for row, prompt in zip(tokens, prompts(1, lengths)):
     row[: len(prompt)] = prompt
