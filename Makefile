@@ -8,7 +8,8 @@ CPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALL
 # The oracle's torch, where there is none yet; any build will do.
 TORCH ?= torch==2.13.0
 
-# Tests compile more than they run: programs need not be fast.
+# Tests compile more than they run: programs need not be fast. Some wait, so
+# three share two cores.
 CI_FLAGS := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 
 # The status page is looked at where there is a browser.
@@ -20,7 +21,7 @@ demo: $(VENV)/.core
 	$(CPU) $(BIN)/python launch/demo.py
 
 test: $(VENV)/.dev
-	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not tpu and not gpu and not on_gpu $(BROWSER)' --durations=8
+	$(CPU) $(CI_FLAGS) $(BIN)/python -m pytest -q -n 3 --dist loadfile -m 'not long and not tpu and not gpu and not on_gpu $(BROWSER)' --durations=8
 
 test-long: $(VENV)/.dev
 	$(CPU) $(BIN)/python -m pytest -q -m long --durations=8
