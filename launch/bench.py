@@ -15,7 +15,7 @@ from __future__ import annotations
 from absl import flags
 
 from glm_jax import cli
-from glm_jax.benchmarks import SUITES, Device, Request, load_suite
+from glm_jax.benchmarks import GPUS, SUITES, Device, Request, load_suite
 from glm_jax.compiling import compiler_options
 from pallas_kernels.block_sizes import GENERATIONS
 from sharding.chips import CHIPS, chip_named
@@ -73,14 +73,14 @@ def compile_targets(names: list[str]) -> tuple[Device, ...]:
 
 
 def device_at_hand() -> Device:
-  """The first device of this process; only a TPU has a known roofline."""
+  """The first device of this process, with its roofline where known."""
   import jax
 
   kind = jax.devices()[0].device_kind
   if kind in GENERATIONS:
     chip = chip_named(GENERATIONS[kind])
     return Device(chip.name, chip.bandwidth, chip.peak())
-  return Device(kind, float('inf'), float('inf'))
+  return GPUS.get(kind, Device(kind, float('inf'), float('inf')))
 
 
 def main() -> bool:

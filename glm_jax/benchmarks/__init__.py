@@ -9,9 +9,17 @@ from __future__ import annotations
 import importlib
 import types
 
-from glm_jax.benchmarks.report import Device, Report, Request, Row
+from glm_jax.benchmarks.report import GPUS, Device, Report, Request, Row
 
-__all__ = ['SUITES', 'Device', 'Report', 'Request', 'Row', 'load_suite']
+__all__ = [
+  'GPUS',
+  'SUITES',
+  'Device',
+  'Report',
+  'Request',
+  'Row',
+  'load_suite',
+]
 
 SUITES = {
   'op': 'glm_jax.benchmarks.op_suite',

@@ -1,8 +1,8 @@
 """The suite of the ops at their real shapes: compiled for a TPU, or run here.
 
 Compiled: microseconds are the larger of the compiler's estimated cycles and
-the bytes that must move over the bandwidth. Run: the median of repeats on
-the device at hand.
+the bytes that must move over the bandwidth. Run: wall and busy time on the
+device at hand (timing.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = {
     'sparsecore',
     'problem',
   ),
-  'run': ('problem',),
+  'run': ('busy_us', 'launches', 'problem'),
 }
 NOTES = {
   'compiled': (
@@ -50,7 +50,10 @@ NOTES = {
     'multiplied by its share of the keys); group: one scoring and selection '
     'for four attentions against one for each, floors of gathers included',
   ),
-  'run': ('median of repeats after a warm-up, on the device at hand',),
+  'run': (
+    'us: median of a call with several queued before a wait, after a warm-up, '
+    'on the device at hand; busy_us: the sum of its kernels',
+  ),
 }
 # Largest microseconds over floor (issue 5), by op and case.
 GOALS = {

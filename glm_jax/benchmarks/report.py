@@ -30,6 +30,10 @@ class Device:
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+# Measured: a copy of 4 GiB and a matrix product of 8192^3 (kernels_gpu.md).
+GPUS = {'NVIDIA H200': Device('NVIDIA H200', 4.3e12, 780e12)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
   """What to measure.

@@ -1,9 +1,20 @@
-"""Times a case on the device at hand."""
+"""Times a call on the device at hand: wall and busy.
+
+Wall is the host's time a call with several queued before a wait; busy is the
+sum of the device's kernels in a profile, without the gaps between launches.
+Under about 100 us a call, busy is what a kernel can be judged by: a virtual
+machine may take 9 us a launch (spec/kernels_gpu.md).
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import pathlib
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +25,124 @@ from glm_jax.benchmarks.compiled import kernels, op_function
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.tiling import PAGE
 
-_MIN_SECONDS = 0.5  # of repeats together
-_MAX_REPEATS = 50
+_MIN_SECONDS = 0.3  # of repeats together
+_MAX_REPEATS = 30
+_QUEUED = 10  # calls before a wait, where memory holds their results
+_RESULTS = 1 << 30  # bytes of results that wait together
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """What one call takes.
+
+  Attributes:
+    wall: median seconds a call, several queued before a wait.
+    fastest: the least of those.
+    slowest: the most of them.
+    busy: seconds of all device kernels a call; None where the profiler sees
+      no device (the CPU).
+    launches: kernels a call, likewise.
+    kernels: name -> seconds a call, largest first.
+    queued: calls before a wait.
+    repeats: waits.
+  """
+
+  wall: float
+  fastest: float
+  slowest: float
+  busy: float | None
+  launches: float | None
+  kernels: Mapping[str, float]
+  queued: int
+  repeats: int
+
+  @property
+  def details(self) -> dict[str, Any]:
+    """As the rows of a report have it."""
+    us = lambda seconds: None if seconds is None else 1e6 * seconds
+    top = list(self.kernels.items())[:12]
+    return dict(
+      queued=self.queued,
+      repeats=self.repeats,
+      fastest_us=us(self.fastest),
+      slowest_us=us(self.slowest),
+      busy_us=us(self.busy),
+      launches=self.launches,
+      device_kernels={name: us(seconds) for name, seconds in top},
+    )
+
+
+def measure(call: Callable, *args, queued: int | None = None) -> Timing:
+  """Times a compiled function that donates nothing.
+
+  Args:
+    call: of `args`, returns arrays; called twice before it is timed.
+    *args: its arguments.
+    queued: calls before a wait; None for ten, fewer where their results
+      would take more than 1 GiB.
+
+  Returns:
+    Wall and busy times.
+  """
+  out = jax.block_until_ready(call(*args))
+  size = sum(x.nbytes for x in jax.tree.leaves(out)) or 1
+  queued = queued or max(1, min(_QUEUED, _RESULTS // size))
+  jax.block_until_ready(call(*args))
+
+  def burst():
+    start = time.perf_counter()
+    jax.block_until_ready([call(*args) for _ in range(queued)])
+    return (time.perf_counter() - start) / queued
+
+  once = burst()
+  again = int(_MIN_SECONDS / (once * queued))
+  seconds = [burst() for _ in range(min(max(again, 3), _MAX_REPEATS))]
+  kernels, launches = device_kernels(burst, queued)
+  return Timing(
+    wall=statistics.median(seconds),
+    fastest=min(seconds),
+    slowest=max(seconds),
+    busy=sum(kernels.values()) if kernels else None,
+    launches=launches if kernels else None,
+    kernels=kernels,
+    queued=queued,
+    repeats=len(seconds),
+  )
+
+
+def device_kernels(
+  run: Callable[[], Any], calls: int
+) -> tuple[dict[str, float], float]:
+  """Kernels of the devices while something runs.
+
+  Args:
+    run: what to profile; it waits for its results.
+    calls: times that one counts.
+
+  Returns:
+    Name -> seconds of one of `calls`, largest first; kernels of one. Empty on
+    a CPU.
+  """
+  total, count = collections.Counter(), 0
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      run()
+    for file in pathlib.Path(folder).rglob('*.xplane.pb'):
+      profile = jax.profiler.ProfileData.from_file(str(file))
+      for event in _device_events(profile):
+        total[event.name] += event.duration_ns / 1e9 / calls
+        count += 1
+  return dict(total.most_common()), count / calls
+
+
+def _device_events(profile):
+  """Events of a GPU's streams, or of a TPU's operations."""
+  for plane in profile.planes:
+    if not plane.name.startswith('/device:'):
+      continue
+    for line in plane.lines:
+      if line.name.startswith('Stream') or line.name == 'XLA Ops':
+        yield from line.events
 
 
 def make_args(spec: ArgSpec, seed: int = 0) -> tuple:
@@ -76,16 +203,5 @@ def time_case(
   """
   args = make_args(spec)
   lowered = jax.jit(op_function(spec, implementation)).lower(*args)
-  call = lowered.compile()
-  jax.block_until_ready(call(*args))
-  seconds = []
-  while sum(seconds) < _MIN_SECONDS and len(seconds) < _MAX_REPEATS:
-    start = time.perf_counter()
-    jax.block_until_ready(call(*args))
-    seconds.append(time.perf_counter() - start)
-  return statistics.median(seconds), dict(
-    repeats=len(seconds),
-    fastest_us=1e6 * min(seconds),
-    slowest_us=1e6 * max(seconds),
-    kernels=kernels(lowered.as_text()),
-  )
+  timing = measure(lowered.compile(), *args)
+  return timing.wall, timing.details | dict(kernels=kernels(lowered.as_text()))
