@@ -3,7 +3,8 @@
 XLA writes the dots of all heads [T, I, S] to memory and reads them back; here
 a tile of them lives in registers until the heads are summed. A program takes
 some query rows and keys: one row where sequences decode, four where they
-prefill, whose rows mostly are of one sequence.
+prefill, whose rows mostly are of one sequence. Keys are the rows of the
+product and heads its columns: a thread then holds most of the heads of a key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pallas_kernels.triton import available, params, power_of_two
 _ROWS = 4  # query rows a program; with 32 heads a 128-row matrix operand
 _KEYS = 128  # keys a tile
 _PAGES = _KEYS // PAGE
-_TILES = 4  # of keys a program
+_TILES = 8  # of keys a program
 
 
 def fits(rows: int, heads: int, width: int, size: int) -> bool:
@@ -32,8 +33,8 @@ def fits(rows: int, heads: int, width: int, size: int) -> bool:
 
 def _dots(q, w, keys, rows: int):
   """[rows * I, H] queries, [rows * I] weights, [_KEYS, H] -> [rows, _KEYS]."""
-  dots = jnp.dot(q, keys.T, preferred_element_type=jnp.float32)
-  return jnp.sum((relu(dots) * w[:, None]).reshape(rows, -1, _KEYS), axis=1)
+  dots = jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
+  return jnp.sum((relu(dots) * w).reshape(_KEYS, rows, -1), axis=2).T
 
 
 def sequence_scores(
@@ -86,38 +87,57 @@ def _kernel(*refs, rows: int, heads: int, first: int, scaled: bool):
   q_ref, w_ref, keys_ref, *refs = refs
   scales_ref = refs.pop(0) if scaled else None
   table_ref, seq_ref, pos_ref, o_ref = refs
-  begin, column = pl.program_id(0) * rows, pl.program_id(1)
+  begin, start = pl.program_id(0) * rows, pl.program_id(1) * _TILES
   some = pl.ds(begin * heads, rows * heads)
+  mine = pl.ds(begin, rows)
   q, w = q_ref[some, :], w_ref[some]
-  seqs, row_pos = seq_ref[pl.ds(begin, rows)], pos_ref[pl.ds(begin, rows)]
-  inside = lax.broadcasted_iota(jnp.int32, (_PAGES, PAGE), 1).reshape(_KEYS)
+  seqs, row_pos = seq_ref[mine], pos_ref[mine]
+  key = lax.broadcasted_iota(jnp.int32, (_KEYS,), 0)
+  place = lax.broadcasted_iota(jnp.int32, (_TILES * _PAGES,), 0)
+  number = lax.broadcasted_iota(jnp.int32, (rows,), 0)
 
-  def tile(i, _):
-    start = column * _TILES + i
+  def sweep(seq, before: bool):
+    """Writes the rows of one sequence; the others' stay, or become -inf."""
+    own = seqs == seq
+    last = jnp.max(jnp.where(own, row_pos, -1))
+    seen = jnp.clip(last // _KEYS + 1 - start, 0, _TILES)
 
-    def add(r, seq, out):
-      pages = table_ref[seq, pl.ds(start * _PAGES, _PAGES)]
-      pages = jnp.broadcast_to(pages[:, None], (_PAGES, PAGE)).reshape(_KEYS)
-      at = jnp.maximum(pages, 0) * PAGE + inside
+    def write(i, scores):
+      columns = pl.ds((start + i) * _KEYS, _KEYS)
+      if before:
+        scores = jnp.where(own[:, None], scores, o_ref[mine, columns])
+      o_ref[mine, columns] = scores
+
+    # No branch within the loop and one load behind another at most: the next
+    # tiles' keys are then on the way while this one's are multiplied.
+    pages = table_ref[seq, pl.ds(start * _PAGES, _TILES * _PAGES)]
+
+    def tile(i, _):
+      chosen = lambda n: jnp.sum(jnp.where(place == i * _PAGES + n, pages, 0))
+      page = chosen(0)
+      for n in range(1, _PAGES):
+        page = jnp.where(key < n * PAGE, page, chosen(n))
+      at = jnp.maximum(page, 0) * PAGE + key % PAGE
       scores = _dots(q, w, keys_ref[at, :].astype(q.dtype), rows)
       if scaled:
         scores = scores * scales_ref[at][None]
-      pos = start * _KEYS + lax.broadcasted_iota(jnp.int32, (rows, _KEYS), 1)
-      seen = (pages >= 0)[None] & (pos >= first) & (pos <= row_pos[:, None])
-      return jnp.where(seen & (seqs == seq)[:, None], scores, out)
+      pos = (start + i) * _KEYS + key[None]
+      there = (page >= 0)[None] & (pos >= first) & (pos <= row_pos[:, None])
+      write(i, jnp.where(there & own[:, None], scores, -jnp.inf))
 
-    out = jnp.full((rows, _KEYS), -jnp.inf)
-    before = jnp.int32(-1)
-    for r in range(rows):
-      seq = seq_ref[begin + r]
-      last = jnp.max(jnp.where(seqs == seq, row_pos, -1))
-      needed = (seq != before) & (start * _KEYS <= last)
-      call = lambda out, r=r, seq=seq: add(r, seq, out)
-      out = lax.cond(needed, call, lambda out: out, out)
-      before = seq
-    o_ref[pl.ds(begin, rows), pl.ds(start * _KEYS, _KEYS)] = out
+    nothing = jnp.full((rows, _KEYS), -jnp.inf)
+    lax.fori_loop(0, seen, tile, None)
+    lax.fori_loop(seen, _TILES, lambda i, _: write(i, nothing), None)
 
-  lax.fori_loop(0, _TILES, tile, None)
+  sweep(seq_ref[begin], before=False)
+
+  def another(r, _):
+    seq = seq_ref[begin + r]
+    met = jnp.sum(((seqs == seq) & (number < r)).astype(jnp.int32))
+    pl.when(met == 0)(lambda: sweep(seq, before=True))
+
+  if rows > 1:
+    lax.fori_loop(1, rows, another, None)
 
 
 def indexer_scores(
@@ -157,7 +177,7 @@ def indexer_scores(
     ),
     grid=(padded // rows, pages // (_PAGES * _TILES)),
     out_shape=jax.ShapeDtypeStruct((padded, pages * PAGE), jnp.float32),
-    compiler_params=None if interpret else params(8 if rows > 1 else 4, 3),
+    compiler_params=None if interpret else params(4, 3),
     interpret=interpret,
     name='indexer_scores',
   )(
