@@ -82,7 +82,7 @@ def sequence_scores(
   )(q.reshape(T * heads, H), w.reshape(T * heads), keys)
 
 
-def _kernel(*refs, rows: int, heads: int, first: int, scaled: bool):
+def _kernel(*refs, rows: int, heads: int, first: int, scaled, comparable):
   """Scores of `rows` query rows and `_TILES` tiles of keys."""
   q_ref, w_ref, keys_ref, *refs = refs
   scales_ref = refs.pop(0) if scaled else None
@@ -123,7 +123,11 @@ def _kernel(*refs, rows: int, heads: int, first: int, scaled: bool):
         scores = scores * scales_ref[at][None]
       pos = (start + i) * _KEYS + key[None]
       there = (page >= 0)[None] & (pos >= first) & (pos <= row_pos[:, None])
-      write(i, jnp.where(there & own[:, None], scores, -jnp.inf))
+      there &= own[:, None]
+      if comparable:  # false for NaN
+        there &= scores > -jnp.inf
+        scores = jnp.where(scores == 0, 0.0, scores)
+      write(i, jnp.where(there, scores, -jnp.inf))
 
     nothing = jnp.full((rows, _KEYS), -jnp.inf)
     lax.fori_loop(0, seen, tile, None)
@@ -150,9 +154,13 @@ def indexer_scores(
   row_pos: jax.Array,  # [T] int32
   *,
   first: int = 0,
+  comparable: bool = False,
   interpret: bool = False,
 ) -> jax.Array:  # [T, S] f32
-  """See the public call."""
+  """See the public call.
+
+  `comparable`: NaN becomes -inf and -0.0 0.0, as the selection compares them.
+  """
   T, heads, H = q.shape
   n = page_table.shape[1]
   if q.dtype != jnp.bfloat16 or key_pages.dtype.itemsize > 2:
@@ -173,7 +181,12 @@ def indexer_scores(
   scales = () if key_scales is None else (key_scales.reshape(-1),)
   scores = pl.pallas_call(
     lambda *refs: _kernel(
-      *refs, rows=rows, heads=heads, first=first, scaled=bool(scales)
+      *refs,
+      rows=rows,
+      heads=heads,
+      first=first,
+      scaled=bool(scales),
+      comparable=comparable,
     ),
     grid=(padded // rows, pages // (_PAGES * _TILES)),
     out_shape=jax.ShapeDtypeStruct((padded, pages * PAGE), jnp.float32),

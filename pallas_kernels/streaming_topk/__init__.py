@@ -58,7 +58,8 @@ def streaming_topk(
     shard: the caller's part of a token-sharded pool; not on one device.
     implementation: None, 'tpu', 'gpu', 'interpret' (the TPU kernel on a CPU),
       'xla' or 'reference'.
-    block_bytes: bytes of scores that may exist at once ('gpu', 'xla').
+    block_bytes: bytes of scores that may exist at once ('gpu', 'xla'); a GPU
+      scores at least 264 rows at once, or it would idle.
 
   Returns:
     positions: [T, k] int32, unique, ascending, then -1 where fewer than k

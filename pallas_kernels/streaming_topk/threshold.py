@@ -36,25 +36,59 @@ def top_mask(scores: jax.Array, k: int) -> jax.Array:
   return search_mask(comparable(scores), k)
 
 
-def search_mask(scores: jax.Array, k: int) -> jax.Array:
-  """`top_mask` of `comparable` scores; what a kernel runs on its block."""
+def sort_keys(scores: jax.Array) -> jax.Array:
+  """uint32 in the order of `comparable` scores, 0 for -inf."""
+  return jnp.where(scores > -jnp.inf, sortable(scores), jnp.uint32(0))
+
+
+def kth_key(keys: jax.Array, k: int) -> jax.Array:
+  """The largest bound that k keys of a row reach; 0 where fewer are above 0.
+
+  Args:
+    keys: [..., S] uint32.
+    k: at least 1.
+
+  Returns:
+    [...] uint32.
+  """
+  reach = lambda bound: _count(keys >= bound[..., None]) >= k
+  return _search(jnp.zeros(keys.shape[:-1], jnp.uint32), 32, reach)
+
+
+def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
+  """`top_mask` of `comparable` scores; what a kernel runs on its block.
+
+  Args:
+    scores: [..., S] float32.
+    k: at least 1.
+    one_row: of one row: skip the search for the last tie where all ties at
+      the threshold are chosen.
+
+  Returns:
+    [..., S] bool.
+  """
   S = scores.shape[-1]
-  valid = scores > -jnp.inf
-  keys = jnp.where(valid, sortable(scores), 0)
-  count = lambda which: jnp.sum(which, axis=-1, dtype=jnp.int32)
-  enough = lambda bound: count(keys >= bound[..., None]) >= k
-  start = jnp.zeros(scores.shape[:-1], jnp.uint32)
-  # The largest bound that k keys reach; 0 where fewer are valid.
-  bound = _search(start, 32, enough)
+  keys = sort_keys(scores)
+  bound = kth_key(keys, k)
   above = keys > bound[..., None]
-  equal = (keys == bound[..., None]) & valid
-  wanted = k - count(above)
+  equal = (keys == bound[..., None]) & (keys > 0)
+  wanted = k - _count(above)
   place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
   place = place.astype(jnp.uint32)
+  start = jnp.zeros(scores.shape[:-1], jnp.uint32)
   # The largest position before which fewer than the wanted ties stand.
-  few = lambda at: count(equal & (place < at[..., None])) < wanted
-  last = _search(start, max(S - 1, 1).bit_length(), few)
+  few = lambda at: _count(equal & (place < at[..., None])) < wanted
+  search = lambda: _search(start, max(S - 1, 1).bit_length(), few)
+  if one_row:
+    every = jnp.sum(_count(equal)) <= jnp.sum(wanted)
+    last = lax.cond(every, lambda: start + jnp.uint32(S), search)
+  else:
+    last = search()
   return above | equal & (place <= last[..., None])
+
+
+def _count(which: jax.Array) -> jax.Array:
+  return jnp.sum(which, axis=-1, dtype=jnp.int32)
 
 
 def _search(start, bits: int, holds) -> jax.Array:

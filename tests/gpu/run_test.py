@@ -14,7 +14,7 @@ from pallas_kernels import (
   streaming_topk,
   topk_gather_attention,
 )
-from pallas_kernels.streaming_topk import gpu as select_gpu
+from pallas_kernels.streaming_topk import gpu_select
 
 
 def index_arguments(T, B, n, dtype, seed=0):
@@ -60,14 +60,19 @@ class RunTest(parameterized.TestCase):
     np.testing.assert_allclose(got[seen], want[seen], rtol=1e-4, atol=1e-3)
 
   @parameterized.parameters(
-    (9, 4096, 256), (5, 16384, 2048), (8, 131072, 2048), (2, 1 << 20, 2048)
+    (9, 4096, 256),
+    (5, 8192, 2048),
+    (3, 16384, 2048),
+    (8, 131072, 2048),
+    (600, 20000, 2048),
+    (2, 1 << 20, 2048),
   )
   def test_selection_is_exact(self, T, size, k):
     scores = np.random.default_rng(0).normal(size=(T, size))
     scores = scores.astype(np.float32)
     scores[0] = np.round(scores[0] * 4) / 4
     scores[1, k // 3 :] = -np.inf
-    positions, _ = select_gpu.select(jnp.asarray(scores), k)
+    positions, _ = gpu_select.select(jnp.asarray(scores), k)
     for row, got in zip(scores, np.asarray(positions)):
       order = np.argsort(-row, kind='stable')[:k]
       want = np.sort(order[row[order] > -np.inf])

@@ -15,6 +15,7 @@ from pallas_kernels import triton
 from pallas_kernels.indexer_scores import gpu as scores_gpu
 from pallas_kernels.indexer_scores import reference as scores_reference
 from pallas_kernels.streaming_topk import gpu as select_gpu
+from pallas_kernels.streaming_topk import gpu_select, threshold
 from pallas_kernels.streaming_topk import reference as select_reference
 from pallas_kernels.topk_gather_attention import gpu as attention_gpu
 from pallas_kernels.topk_gather_attention import reference as attention
@@ -64,11 +65,12 @@ class ScoresTest(parameterized.TestCase):
 
 class SelectTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('narrow', 500, 40, 16384),
-    ('wide', 1200, 40, 256),
-    ('wide_and_fewer_than_k', 700, 650, 256),
+    ('narrow', 500, 40, 8192, 512),
+    ('wide', 1200, 40, 256, 512),
+    ('wide_in_one_part', 1200, 40, 256, 1),
+    ('wide_and_fewer_than_k', 700, 650, 256, 512),
   )
-  def test_equals_a_stable_sort(self, size, k, widest):
+  def test_equals_a_stable_sort(self, size, k, narrow, programs):
     rng = np.random.default_rng(1)
     scores = rng.normal(size=(5, size)).astype(np.float32)
     scores[0] = np.round(scores[0])  # ties by the hundred
@@ -78,8 +80,9 @@ class SelectTest(parameterized.TestCase):
     scores[3, 1::3] = np.where(np.arange(size)[1::3] % 2, 0.0, -0.0)
     scores[4, :9] = np.nan
     scores = select_reference.comparable(jnp.asarray(scores))
-    with mock.patch.object(select_gpu, '_WIDEST', widest):
-      positions, winners = select_gpu.select(scores, k, interpret=True)
+    sizes = dict(_NARROW=narrow, _CHUNK=64, _PROGRAMS=programs)
+    with mock.patch.multiple(gpu_select, **sizes):
+      positions, winners = gpu_select.select(scores, k, interpret=True)
     for row, got, value in zip(np.asarray(scores), positions, winners):
       order = np.argsort(-row, kind='stable')[:k]
       want = np.sort(order[row[order] > -np.inf])
@@ -88,6 +91,25 @@ class SelectTest(parameterized.TestCase):
       np.testing.assert_array_equal(
         value, np.pad(row[want], fill, constant_values=-np.inf)
       )
+
+  def test_a_bound_leaves_few_candidates(self):
+    scores = np.random.default_rng(3).normal(size=(2, 4096))
+    bound = gpu_select.lower_bound(
+      jnp.asarray(scores, jnp.float32), 64, interpret=True
+    )
+    for row, key in zip(jnp.asarray(scores, jnp.float32), bound):
+      reached = int(jnp.sum(threshold.sort_keys(row) >= key))
+      self.assertBetween(reached, 64, 128)
+
+  def test_programs_share_few_rows(self):
+    self.assertEqual(gpu_select.parts(1, 1 << 20), 128)
+    self.assertEqual(gpu_select.parts(8, 1 << 20), 64)
+    self.assertEqual(gpu_select.parts(8, 1 << 17), 16)
+    self.assertEqual(gpu_select.parts(1024, 1 << 17), 1)
+
+  def test_more_than_a_program_holds_is_refused(self):
+    with self.assertRaisesRegex(NotImplementedError, 'k=9000 of 20000'):
+      gpu_select.select(jnp.zeros((1, 20000)), 9000)
 
   def test_the_whole_op_equals_the_reference(self):
     case = index_case(5, 2, 3)
