@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from glm_jax.benchmarks.compiled import op_function
-from pallas_kernels.arg_specs import arg_spec, arg_specs
+from pallas_kernels.arg_specs import TOPK, arg_spec, arg_specs
 
 # Sizes and limits of an H200; what is left out does not matter here.
 H200 = """
@@ -86,8 +86,9 @@ class OpsTest(parameterized.TestCase):
     spec = arg_spec(*name.split('/'))
     found = compiled(spec)
     self.assertIn(TRITON, found.as_text())
-    scores = 4 * spec.rows * spec.context  # [T, S], laid out in whole tiles
-    own = scores if spec.op == 'indexer_scores' else 0
+    # The result, laid out in whole tiles, or gathered block by block.
+    wide = spec.context if spec.op == 'indexer_scores' else 2 * TOPK
+    own = 4 * spec.rows * wide
     temporaries = found.memory_analysis().temp_size_in_bytes
     print(f'\n{name}: {temporaries / 1e6:.1f} MB (compiled, not run)')
     block = max(BLOCK, 4 * spec.context * min(spec.rows, 264))
