@@ -189,6 +189,8 @@ def plot_ablation(rows: Rows, path: epath.PathLike):
   axes.set_xticks(places, [row['name'] for row in rows], fontsize='small')
   axes.set_xlabel('what the drafter has')
   axes.set_ylabel('accept length (tokens a round)')
+  axes.margins(y=0.35)  # room for the legend above the published points
+  axes.set_ylim(bottom=0)
   _save(figure, axes, path)
 
 
