@@ -54,3 +54,15 @@ def scatter(ref, row, columns, values, chosen, spare: int, interpret: bool):
     ref[row, jnp.where(chosen, columns, spare)] = values
     return
   _backend().store(ref.at[row, columns], values, mask=chosen)
+
+
+def store_rows(ref, rows, columns, values, chosen, spare: int, interpret: bool):
+  """Writes the rows of `values` that are `chosen`, to a slice of columns.
+
+  Interpreted, what is not chosen goes to row `spare`, as in `scatter`.
+  """
+  if interpret:
+    ref[jnp.where(chosen, rows, spare), columns] = values
+    return
+  mask = jnp.broadcast_to(chosen[:, None], values.shape)
+  _backend().store(ref.at[rows, columns], values, mask=mask)

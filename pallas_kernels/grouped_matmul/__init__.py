@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_scale import BLOCK
 from pallas_kernels.dispatch import choose, run
-from pallas_kernels.grouped_matmul import backward, reference, tpu, xla
+from pallas_kernels.grouped_matmul import backward, gpu, reference, tpu, xla
 
 AVAILABLE = {
+  'gpu': gpu.grouped_matmul,
   'interpret': functools.partial(tpu.grouped_matmul, interpret=True),
   'reference': reference.grouped_matmul,
   'tpu': tpu.grouped_matmul,
@@ -46,8 +47,8 @@ def grouped_matmul(
     tile: rows multiplied at once ('xla', and every backward pass); None for
       the average group.
     scale_block: rows and columns that share one scale.
-    implementation: None, 'tpu', 'interpret' (the TPU kernel on a CPU), 'xla'
-      or 'reference'.
+    implementation: None, 'tpu', 'gpu', 'interpret' (the TPU kernel on a CPU),
+      'xla' or 'reference'.
 
   Returns:
     [M, F] in x's dtype, accumulated in float32.
