@@ -31,11 +31,13 @@ class ScriptedEngine:
     ended: request id -> finish reason.
   """
 
-  def __init__(self, answer='Hello', *, step_tokens=1, delay=0.0, limit=1000):
+  def __init__(self, answer='Hello', *, step_tokens=1, delay=0.0, limit=1000,
+               cached=True):  # fmt: skip
     self.answer = answer
     self.step_tokens = step_tokens
     self.delay = delay
     self.limit = limit
+    self.cached = cached
     self.open = {}
     self.seen = []
     self.ended = {}
@@ -183,7 +185,8 @@ class ScriptedEngine:
     """Whole pages seen before, as a prefix cache would count them."""
     pages = [tuple(prompt[:n]) for n in range(PAGE, len(prompt), PAGE)]
     hit = sum(1 for page in pages if page in self.prefixes)
-    self.prefixes.update(pages)
+    if self.cached:
+      self.prefixes.update(pages)
     self.prefix['query_tokens'] += len(prompt)
     self.prefix['hit_tokens'] += hit * PAGE
     return hit * PAGE

@@ -6,8 +6,9 @@ servers, one after the other: the whole engine (of the embedded glm-nano, or
 `--model`), and the naive one with an indexer in every layer and neither
 prefix or host cache nor drafts. The naive one has random weights, since no
 checkpoint has weights for its indexers; it does the same work whatever they
-are. More cases (`restore`, `tuning`,
-`host_time`) measure the engine in this process: see `serve_engine`.
+are. `reuse` compares the two by length of a shared beginning, and
+`long_request` fills the window: see `serve_long`. More cases (`restore`,
+`tuning`, `host_time`) measure the engine in this process: see `serve_engine`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from glm_jax.benchmarks import serve_long
 from glm_jax.benchmarks.report import Report, Request, Row
 
 COLUMNS = {
@@ -44,6 +46,7 @@ NAIVE = (
   '--num_speculative_tokens=0',
 )
 INSIDE = ('restore', 'tuning', 'host_time')
+LONG = 'long_request'
 _SERVER = pathlib.Path(__file__).parents[2] / 'launch' / 'serve.py'
 _START_SECONDS = 3600
 
@@ -99,27 +102,42 @@ def run(request: Request, log: Callable[..., None]) -> Report:
       'the serve suite measures a server that runs: use --evidence=run'
     )
   cases = traces(request.scale)
+  reuse = {case.name: case for case in serve_long.reuse_cases(_window(request))}
+  own = () if request.url else (*reuse, LONG)
   inside = _chosen(request, () if request.url else INSIDE)
   chosen = _chosen(request, cases)
-  if not chosen + inside:
-    raise ValueError(f'no case of {", ".join(cases)} matches {request.select}')
-  found = []
+  shared = [reuse[name] for name in _chosen(request, own) if name in reuse]
+  long = LONG in _chosen(request, own)
+  if not chosen + inside + shared and not long:
+    names = [*cases, *own, *(() if request.url else INSIDE)]
+    raise ValueError(f'no case of {", ".join(names)} matches {request.select}')
+  found, rows, missed = [], [], []
   if request.url is not None:
     found = _measure(request, request.url, 'url', chosen, cases, log)
-  elif chosen:
+  elif chosen or shared:
+    wide = serve_long.REUSE_FLAGS if shared else ()
     for system, flags in (('engine', ()), ('naive', NAIVE)):
       log(f'{system}: starting a server')
-      with _server(request, flags) as url:
+      with _server(request, flags + wide) as url:
         found += _measure(request, url, system, chosen, cases, log)
-  report = _report(request, found)
-  if not inside:
-    return report
-  from glm_jax.benchmarks import serve_engine
+        found += serve_long.reuse(url, shared, system, log)
+  if long:
+    log(f'{LONG}: starting a server')
+    with _server(request, serve_long.long_flags(_window(request))) as url:
+      rows, missed = serve_long.long_request(request, url, log)
+  if inside:
+    from glm_jax.benchmarks import serve_engine
 
-  rows, missed = serve_engine.run(request, inside, log)
+    more, unmet = serve_engine.run(request, inside, log)
+    rows, missed = rows + more, missed + unmet
+  report = _report(request, found)
   return dataclasses.replace(
     report, rows=report.rows + tuple(rows), missed=report.missed + tuple(missed)
   )
+
+
+def _window(request: Request) -> int:
+  return 1024 * request.scale
 
 
 def _chosen(request: Request, names) -> list[str]:
@@ -135,7 +153,9 @@ def _measure(request, url, system, chosen, cases, log) -> list[tuple]:
   found = []
   for case in chosen:
     log(f'{system}: {case}')
-    replayed = benchmark.replay(url, cases[case](), max_concurrency=8)
+    replayed = benchmark.replay(
+      url, cases[case](), max_concurrency=8, token_ids=request.url is None
+    )
     found.append((case, system, benchmark.summary(replayed)))
   return found
 
@@ -151,7 +171,7 @@ def _server(request: Request, flags) -> Iterator[str]:
   with tempfile.TemporaryDirectory() as folder:
     ready = pathlib.Path(folder) / 'ready.json'
     command = [sys.executable, str(_SERVER), '--port=0', f'--json={ready}']
-    command += [f'--max_model_len={1024 * request.scale}', '--max_num_seqs=8']
+    command += [f'--max_model_len={_window(request)}', '--max_num_seqs=8']
     if request.devices[0].name == 'cpu':  # XLA widens bf16 pools there
       command.append('--dtype=f32')
     process = subprocess.Popen([*command, *model, *flags])
@@ -189,7 +209,9 @@ def _report(request: Request, found: list[tuple]) -> Report:
       missed.append(f'{case}: the engine is not faster than the naive one')
   notes = ()
   if found:
-    notes += ('all sessions arrive at once; 8 run side by side, greedily',)
+    notes += (
+      'all sessions arrive at once; 8 run side by side (cN: N), greedily',
+    )
   if naive:
     notes += ('the naive engine has random weights',)
   return ServeReport(tuple(rows), notes, tuple(missed), tuple(blocks))

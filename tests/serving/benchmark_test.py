@@ -8,7 +8,7 @@ from benchmark_suite import suite_request
 from http_server import serve, served_model
 from scripted_engine import ScriptedEngine
 
-from glm_jax.benchmarks import load_suite
+from glm_jax.benchmarks import load_suite, serve_long
 from glm_jax.serving import benchmark
 from glm_jax.serving.benchmark import Record, Run
 
@@ -160,6 +160,57 @@ def test_the_suite_compares_with_the_naive_engine(monkeypatch):
   fast, slow = slow, fast
   report = suite.run(request, lambda *_: None)
   assert not report.passed and 'not faster' in report.missed[0]
+
+
+def test_a_long_request_comes_back_from_the_host(monkeypatch):
+  suite, flags = load_suite('serve'), []
+
+  @contextlib.contextmanager
+  def server(_, asked):
+    flags.extend(asked)
+    with serve(engine, served_model(max_model_len=10**6)) as running:
+      yield running.url
+
+  monkeypatch.setattr(suite, '_server', server)
+  engine = ScriptedEngine('Hello there ' * 40, delay=0.001)
+  request = suite_request(select=('long_request',))
+  report = suite.run(request, lambda *_: None)
+  assert [row.system for row in report.rows] == ['new', 'unrelated', 'restored']
+  assert '--num_gpu_blocks_override=18' in flags and report.rows[2].us > 0
+  details = report.rows[2].details
+  assert details['same_tokens'] and details['output_tokens'] == 64
+  assert details['cached_percent'] > 90
+  # The scripted engine computes nothing, so that nothing is gained.
+  assert all('restoring took' in goal for goal in report.missed)
+
+  engine = ScriptedEngine('Hello there ' * 40, cached=False)
+  report = suite.run(request, lambda *_: None)
+  assert any('came from the cache' in goal for goal in report.missed)
+
+
+def test_shared_beginnings_by_length(monkeypatch):
+  suite, started = load_suite('serve'), []
+  names = [case.name for case in serve_long.reuse_cases(1 << 20)]
+  assert names[:3] == ['reuse_8192_c1', 'reuse_8192_c4', 'reuse_8192_c16']
+  assert names[-2:] == ['reuse_524288_c1', 'reuse_524288_c4']
+
+  @contextlib.contextmanager
+  def server(_, flags):
+    started.append(flags)
+    engine = ScriptedEngine('Hello there ' * 40)
+    with serve(engine, served_model(max_model_len=10**6)) as running:
+      yield running.url
+
+  monkeypatch.setattr(suite, '_server', server)
+  request = suite_request(select=('reuse_512_c4',))
+  report = suite.run(request, lambda *_: None)
+  assert [(row.case, row.system) for row in report.rows] == [
+    ('reuse_512_c4', 'engine'),
+    ('reuse_512_c4', 'naive'),
+  ]
+  assert '--max_num_seqs=16' in started[0]
+  assert report.rows[0].details['speedup'] > 0
+  assert report.rows[0].details['cached_percent'] > 60
 
 
 def test_the_suite_needs_a_server_and_a_case(monkeypatch, tmp_path):

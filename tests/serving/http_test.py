@@ -395,6 +395,13 @@ def test_a_model_without_a_tokenizer_takes_ids():
     choice = ask(server, '/v1/completions', body).json['choices'][0]
     assert (choice['text'], choice['token_ids']) == ('', [5, 6, 7])
     assert choice['logprobs']['tokens'][0] == 'token_id:5'
+    assert choice['prompt_token_ids'] == [1, 2]
+    # Tokens without text are streamed as they come, the prompt but once.
+    body = {'prompt': [1, 2], 'return_token_ids': True, 'stream': True}
+    events = ask(server, '/v1/completions', body).events
+    shown = [event['choices'][0] for event in events if event['choices']]
+    assert [c['token_ids'] for c in shown] == [[], [5], [6], [7]]
+    assert [c.get('prompt_token_ids') for c in shown] == [[1, 2]] + [None] * 3
     for path, body in (
       ('/v1/completions', {'prompt': 'a'}),
       ('/v1/chat/completions', {'messages': HI}),

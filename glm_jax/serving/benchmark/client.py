@@ -27,6 +27,7 @@ class Record:
     output_tokens: as the server counts them.
     times: seconds since the start at which text arrived.
     text: the answer.
+    ids: its tokens, where they were asked for.
     error: why it failed; None if it did not.
     status: of HTTP, 0 without an answer.
   """
@@ -37,6 +38,7 @@ class Record:
   output_tokens: int = 0
   times: list[float] = dataclasses.field(default_factory=list)
   text: str = ''
+  ids: list[int] = dataclasses.field(default_factory=list)
   error: str | None = None
   status: int = 0
 
@@ -85,6 +87,7 @@ def replay(
   request_rate: float = float('inf'),
   temperature: float = 0.0,
   seed: int = 0,
+  token_ids: bool = False,
 ) -> Run:
   """Runs `trace` against the server at `url` and waits for all of it.
 
@@ -97,12 +100,14 @@ def replay(
     request_rate: sessions a second, at random intervals (a Poisson process).
     temperature: of sampling.
     seed: of the intervals.
+    token_ids: ask for the tokens themselves (`return_token_ids`); a model
+      without a tokenizer gives nothing else.
 
   Raises:
     ValueError: no such server, or it refuses to name its model.
   """
   base = url.rstrip('/').removesuffix('/v1')
-  work = _Replay(base, model, api_key, temperature)
+  work = _Replay(base, model, api_key, temperature, token_ids)
   return asyncio.run(
     work.run(trace, max_concurrency, request_rate, np.random.default_rng(seed))
   )
@@ -111,10 +116,10 @@ def replay(
 class _Replay:
   """One replay: the session with the server, and the clock."""
 
-  def __init__(self, base, model, api_key, temperature):
+  def __init__(self, base, model, api_key, temperature, token_ids):
     self._base, self._model = base, model
     self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
-    self._temperature = temperature
+    self._temperature, self._token_ids = temperature, token_ids
     self._start = 0.0
 
   async def run(self, trace, max_concurrency, request_rate, rng) -> Run:
@@ -123,6 +128,7 @@ class _Replay:
       headers=self._headers,
       timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
       connector=aiohttp.TCPConnector(limit=0),
+      read_bufsize=_LINE,
     ) as self._http:
       self._model = self._model or await self._first_model()
       before = await self._counters()
@@ -168,6 +174,8 @@ class _Replay:
       'stream_options': {'include_usage': True},
       'ignore_eos': True,
     }
+    if self._token_ids:
+      body['return_token_ids'] = True
     if turn.prompt_ids is not None:
       return '/v1/completions', {**body, 'prompt': list(turn.prompt_ids)}
     messages.append(turn.message)
@@ -211,7 +219,9 @@ class _Replay:
       delta = choice.get('delta', choice)
       # The first event of a stream may hold no token yet.
       parts = [delta.get(key) or '' for key in _TEXT]
-      if any(parts) or choice.get('finish_reason'):
+      ids = choice.get('token_ids') or ()
+      record.ids += ids
+      if any(parts) or ids or choice.get('finish_reason'):
         record.times.append(time.perf_counter() - self._start)
         record.text += ''.join(parts[1:])
 
@@ -240,6 +250,7 @@ class _Replay:
     return found
 
 
+_LINE = 1 << 26  # bytes: the ids of a prompt of a million tokens
 # Reasoning is not sent back: what the client repeats is the content.
 _TEXT = ('reasoning_content', 'content', 'text')
 _SAMPLE = re.compile(

@@ -74,6 +74,7 @@ class Completion:
         entries[index] += step.logprobs or ()
     choices = [
       self._choice(i, ''.join(texts[i]), ids[i], entries[i], running.choices[i])
+      | self._prompt_ids(i)
       for i in range(count)
     ]
     counts = usage(running.choices, self._request.n)
@@ -96,11 +97,13 @@ class Completion:
     async with running:
       await running.accepted()
       for i, choice in enumerate(running.choices):
-        yield chunk(self._choice(i, self._echo(i), [], [], choice))
+        first = self._choice(i, self._echo(i), [], [], choice)
+        yield chunk(first | self._prompt_ids(i))
       async for i, step in running.steps():
         ids[i] += step.ids
         entries[i] += step.logprobs or ()
-        if step.text or step.finish_reason:
+        shown = self._request.return_token_ids and ids[i]
+        if step.text or shown or step.finish_reason:
           choice = running.choices[i]
           yield chunk(self._choice(i, step.text, ids[i], entries[i], choice))
           ids[i], entries[i] = [], []
@@ -123,6 +126,13 @@ class Completion:
       return prompt.text
     return self._service.tokenizer.decode(prompt.ids, skip_special_tokens=False)
 
+  def _prompt_ids(self, index: int) -> dict[str, Any]:
+    """Shown once a choice: a prompt may have a million of them."""
+    if not self._request.return_token_ids:
+      return {}
+    prompt = self._prompts[index // self._request.n]
+    return {'prompt_token_ids': list(prompt.ids)}
+
   def _choice(
     self, index: int, text: str, ids: Sequence[int], entries, choice: Choice
   ) -> dict[str, Any]:
@@ -135,8 +145,7 @@ class Completion:
       self._offsets[index] += sum(map(len, names))
     shown = {}
     if self._request.return_token_ids:
-      prompt = self._prompts[index // self._request.n]
-      shown = {'token_ids': list(ids), 'prompt_token_ids': list(prompt.ids)}
+      shown = {'token_ids': list(ids)}
     return {
       'index': index,
       'text': text,

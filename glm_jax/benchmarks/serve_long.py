@@ -1,0 +1,157 @@
+"""Cases of suite `serve` for long prompts, each with a server of its own.
+
+`long_request` fills the window: prompt A, an unrelated prompt B of the same
+length, then A again. The device holds one of them, so B sends A's pages to
+host memory, and the third request takes them back from there. It must give
+the first one's tokens; its time to the first token is set against theirs.
+
+`reuse` asks for prompts that share 90% of their tokens, at several lengths
+and numbers of requests at once, from the whole engine and from the naive one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from glm_jax.benchmarks.report import Request, Row
+from pallas_kernels.tiling import PAGE, cdiv
+
+OUTPUT = 64  # tokens of a long answer
+CACHED = 0.9  # of the repeated prompt, at least, must come from the cache
+_REUSE_OUTPUT = 16
+_CONCURRENT = (1, 4, 16)
+REUSE_FLAGS = ('--max_num_seqs=16',)
+_HOST_GIB = 0.05  # for a thousand tokens: two prompts of GLM-5.2's rows
+
+
+@dataclasses.dataclass(frozen=True)
+class ReuseCase:
+  """Requests that share their beginning.
+
+  Attributes:
+    length: tokens of a prompt.
+    concurrent: requests at once.
+    requests: of the case.
+  """
+
+  length: int
+  concurrent: int
+  requests: int
+
+  @property
+  def name(self) -> str:
+    """As in 'reuse_32768_c4'."""
+    return f'reuse_{self.length}_c{self.concurrent}'
+
+  def trace(self) -> list:
+    """Sessions of one request each."""
+    from glm_jax.serving import benchmark
+
+    own = self.length // 10
+    return benchmark.shared_prefix_trace(
+      1, self.requests, self.length - own, own, _REUSE_OUTPUT
+    )
+
+
+def reuse_cases(window: int) -> list[ReuseCase]:
+  """Lengths up to half a window, requests up to two windows of tokens."""
+  made = []
+  for length in (window // 128, window // 32, window // 8, window // 2):
+    for concurrent in _CONCURRENT:
+      requests = max(4, concurrent)
+      if length >= PAGE and length * requests <= 2 * window:
+        made.append(ReuseCase(length, concurrent, requests))
+  return made
+
+
+def long_flags(window: int) -> tuple[str, ...]:
+  """Of a server whose device holds one prompt, and its host two."""
+  return (
+    '--max_num_seqs=1',
+    f'--num_gpu_blocks_override={cdiv(window, PAGE) + 2}',
+    f'--kv_offloading_size={_HOST_GIB * window / 1024}',
+  )
+
+
+def long_request(
+  request: Request, url: str, log: Callable[..., None]
+) -> tuple[list[Row], list[str]]:
+  """Rows of `long_request`, and what it misses."""
+  from glm_jax.serving import benchmark
+
+  tokens = 1024 * request.scale - 2 * OUTPUT
+  traces = [
+    benchmark.random_trace(1, tokens, OUTPUT, seed=seed) for seed in (0, 1, 0)
+  ]
+  systems = ('new', 'unrelated', 'restored')
+  rows, records, missed = [], [], []
+  for system, trace in zip(systems, traces):
+    log(f'long_request: {tokens} tokens, {system}')
+    run = benchmark.replay(url, trace, token_ids=True)
+    (record,) = run.records
+    if record.error is not None:
+      return rows, [f'long_request, {system}: {record.error}']
+    figures = benchmark.summary(run)
+    records.append(record)
+    rows.append(_row(request, 'long_request', system, record, figures))
+  first, other, again = records
+  same = first.ids == again.ids
+  faster = min(first.first, other.first) / again.first
+  rows[-1].details.update(same_tokens=same, speedup=faster)
+  if not same:
+    missed.append('long_request: the restored prompt gave other tokens')
+  if again.cached_tokens < CACHED * tokens:
+    missed.append(
+      f'long_request: {again.cached_tokens} of {tokens} tokens came from the '
+      'cache'
+    )
+  if faster <= 1:
+    missed.append(
+      f'long_request: restoring took {again.first:.1f} s, computing '
+      f'{first.first:.1f} s'
+    )
+  return rows, missed
+
+
+def _row(request: Request, case, system, record, figures) -> Row:
+  drafts = figures['drafts']
+  return Row(
+    suite='serve',
+    case=case,
+    system=system,
+    device=request.devices[0].name,
+    dtype='auto',
+    shape=f'{record.prompt_tokens} tokens, {record.output_tokens} new',
+    us=1e6 * record.per_token,
+    evidence='run',
+    command=request.command,
+    date=request.date,
+    details={
+      **figures,
+      'output_tok_s': figures['output_throughput'],
+      'ttft_ms': 1e3 * record.first,
+      'tpot_ms': 1e3 * record.per_token,
+      'cached_percent': 100 * record.cached_tokens / record.prompt_tokens,
+      'accept_length': drafts and drafts['length'],
+      'prefill_tok_s': (record.prompt_tokens - record.cached_tokens)
+      / record.first,
+    },
+  )
+
+
+def reuse(
+  url: str, cases: Iterable[ReuseCase], system: str, log: Callable[..., None]
+) -> list[tuple[str, str, dict[str, Any]]]:
+  """(case, system, figures) of each."""
+  from glm_jax.serving import benchmark
+
+  found = []
+  for case in cases:
+    log(f'{system}: {case.name}')
+    run = benchmark.replay(
+      url, case.trace(), max_concurrency=case.concurrent, token_ids=True
+    )
+    found.append((case.name, system, benchmark.summary(run)))
+  return found
