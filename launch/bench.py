@@ -3,6 +3,7 @@
   python launch/bench.py --suite=op --topology=v6e --evidence=compiled
   python launch/bench.py --suite=op --evidence=run --op=tiny    on this device
   python launch/bench.py --suite=op --op=grouped_matmul,decode_8x1m/fp8 ...
+  python launch/bench.py --suite=layer --evidence=run     a layer and PyTorch's
   python launch/bench.py --suite=serve --evidence=run     this engine and naive
   python launch/bench.py --suite=serve --evidence=run --url=http://HOST:PORT
 
@@ -40,7 +41,7 @@ _SYSTEM = flags.DEFINE_list(
   'system',
   None,
   "Implementations to measure. Default: 'tpu' compiled; the ops' own choice "
-  "when run ('auto').",
+  "when run ('auto'). layer: jax, torch_eager, torch_sdpa, torch_static.",
 )
 _URL = flags.DEFINE_string(
   'url', None, 'serve: an OpenAI-compatible server to measure.'
@@ -72,6 +73,13 @@ def compile_targets(names: list[str]) -> tuple[Device, ...]:
   )
 
 
+def run_devices(suite) -> tuple[Device, ...]:
+  """None for a suite whose processes need the whole memory of the device."""
+  if getattr(suite, 'OWN_PROCESSES', False):
+    return ()
+  return (device_at_hand(),)
+
+
 def device_at_hand() -> Device:
   """The first device of this process, with its roofline where known."""
   import jax
@@ -93,7 +101,7 @@ def main() -> bool:
   request = Request(
     evidence=_EVIDENCE.value,
     devices=(
-      (device_at_hand(),)
+      run_devices(suite)
       if run
       else compile_targets(_TOPOLOGY.value or list(CHIPS))
     ),

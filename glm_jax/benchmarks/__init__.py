@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 SUITES = {
+  'layer': 'glm_jax.benchmarks.layer_suite',
   'op': 'glm_jax.benchmarks.op_suite',
   'serve': 'glm_jax.benchmarks.serve_suite',
 }
