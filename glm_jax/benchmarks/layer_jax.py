@@ -205,7 +205,6 @@ class JaxMeasure:
         found = compare(case, request['systems'], self.weights, self.folder)
       else:
         found = time_layers(case, request['kind'], self.weights)
-    jax.clear_caches()
     return dict(found, chosen=_chosen())
 
 

@@ -45,9 +45,12 @@ COLUMNS = {
     'problem',
   )
 }
-_MODULES = {
-  'torch': 'glm_jax.benchmarks.layer_torch',
-  JAX: 'glm_jax.benchmarks.layer_jax',
+_MODULES = {  # what is started, and what helps where it does not start
+  'torch': (
+    'glm_jax.benchmarks.layer_torch',
+    " (pip install 'glm-jax[validate]')",
+  ),
+  JAX: ('glm_jax.benchmarks.layer_jax', ''),
 }
 NOTES = (
   'us is wall time, the median of steps queued before a wait; busy_us the sum '
@@ -58,8 +61,8 @@ NOTES = (
   'plans once, in the warm-up; torch_static: sdpa, StaticCache',
   'mean is of all layers of the model, 21 full and 57 shared; group is one '
   'full and three shared layers in one program, a layer of it',
-  "peak_gib: of torch the allocator's largest during the steps, of jax what "
-  'the program needs (weights, cache, results, temporaries)',
+  "peak_gib, of one layer and its cache: of torch the allocator's largest "
+  'during the steps, of jax what the program needs; of group four layers',
 )
 
 
@@ -115,7 +118,8 @@ def run(request: Request, log: Callable[..., None]) -> Report:
             'none: use --op=tiny on a CPU'
           )
 
-      process = ask(_MODULES[framework], folder, asked, started)
+      module, remedy = _MODULES[framework]
+      process = ask(module, folder, asked, started, remedy)
       with contextlib.closing(process) as found:
         for answer, what in zip(found, asked):
           log(_said(framework, what, answer))

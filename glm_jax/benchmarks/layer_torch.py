@@ -227,6 +227,9 @@ class TorchMeasure:
     cuda = layers.device.type == 'cuda'
     if cuda:
       torch.cuda.reset_peak_memory_stats()
+    (unused,) = set(KINDS) - {kind}
+    spare = layers.attention[unused].parameters()
+    spare = sum(weight.nbytes for weight in spare)
 
     def burst(steps):
       caches = held.steps(steps)
@@ -243,7 +246,7 @@ class TorchMeasure:
     queued = max(1, min(_QUEUED, int(2 * _MIN_SECONDS / once)))
     repeats = min(max(int(_MIN_SECONDS / (once * queued)), 3), _MAX_REPEATS)
     seconds = [burst(queued) for _ in range(repeats)]
-    peak = torch.cuda.max_memory_allocated() if cuda else None
+    peak = torch.cuda.max_memory_allocated() - spare if cuda else None
     busy = _busy(burst, queued) if cuda else {}
     return dict(
       us=1e6 * statistics.median(seconds),
@@ -259,7 +262,7 @@ class TorchMeasure:
 
 def _busy(burst: Callable[[int], Any], steps: int) -> dict[str, Any]:
   """Time and number of the kernels of a step, from torch's profiler."""
-  from torch.profiler import DeviceType, ProfilerActivity, profile
+  from torch.profiler import ProfilerActivity, profile
 
   try:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -267,10 +270,10 @@ def _busy(burst: Callable[[int], Any], steps: int) -> dict[str, Any]:
     events = [
       event
       for event in found.key_averages()
-      if event.device_type != DeviceType.CPU
+      if event.device_type != torch.autograd.DeviceType.CPU
     ]
     us = {e.key: e.self_device_time_total / steps for e in events}
-  except (RuntimeError, AttributeError) as error:
+  except (RuntimeError, AttributeError, AssertionError) as error:
     return dict(busy_us=None, busy_problem=str(error)[:200])
   top = sorted(us, key=us.get, reverse=True)[:12]
   return dict(

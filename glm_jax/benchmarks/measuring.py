@@ -50,6 +50,7 @@ def ask(
   folder: str,
   cases: Sequence[dict],
   started: Callable[[dict], None],
+  remedy: str = '',
 ) -> Iterator[dict]:
   """Answers of a measuring process, in the order of the cases.
 
@@ -58,6 +59,7 @@ def ask(
     folder: where it may leave files for others.
     cases: what it is asked.
     started: told what the process says of itself, each time that one starts.
+    remedy: what helps where none does.
 
   Yields:
     An answer a case; 'problem' where the process died.
@@ -68,13 +70,13 @@ def ask(
   waiting = list(cases)
   while waiting:
     answered = 0
-    for answer in _one_process(module, folder, waiting, started):
+    for answer in _one_process(module, folder, waiting, started, remedy):
       answered += 1
       yield answer
     waiting = waiting[answered:]
 
 
-def _one_process(module, folder, cases, started) -> Iterator[dict]:
+def _one_process(module, folder, cases, started, remedy) -> Iterator[dict]:
   """Answers of one process; the last one says how it died, if it did."""
   with tempfile.TemporaryFile() as log:
     child = subprocess.Popen(
@@ -88,10 +90,7 @@ def _one_process(module, folder, cases, started) -> Iterator[dict]:
     try:
       hello = _read(child)
       if hello is None:
-        raise ValueError(
-          f'{module} did not start: {_last_words(log)} (PyTorch and '
-          "transformers come with pip install 'glm-jax[validate]')"
-        )
+        raise ValueError(f'{module} did not start: {_last_words(log)}{remedy}')
       started(hello)
       for case in cases:
         answer = _put(child, case)
