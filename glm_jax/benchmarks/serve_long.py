@@ -5,6 +5,9 @@ length, then A again. The device holds one of them, so B sends A's pages to
 host memory, and the third request takes them back from there. It must give
 the first one's tokens; its time to the first token is set against theirs.
 
+`host_latent` asks two servers for the same: one keeps latents on the device,
+the other in host memory. Both must give the same tokens.
+
 `reuse` asks for prompts that share 90% of their tokens, at several lengths
 and numbers of requests at once, from the whole engine and from the naive one.
 """
@@ -73,6 +76,57 @@ def long_flags(window: int) -> tuple[str, ...]:
     f'--num_gpu_blocks_override={cdiv(window, PAGE) + 2}',
     f'--kv_offloading_size={_HOST_GIB * window / 1024}',
   )
+
+
+def latent_flags(window: int) -> dict[str, tuple[str, ...]]:
+  """Of the two servers of `host_latent`."""
+  common = (
+    '--max_num_seqs=1',
+    f'--max_model_len={_short(window) + 2 * OUTPUT}',
+    f'--num_gpu_blocks_override={cdiv(_short(window), PAGE) + 4}',
+  )
+  room = f'--latent_offloading_size={_HOST_GIB * max(1, window / 1024)}'
+  return {'device': common, 'host_latent': (*common, room)}
+
+
+def _short(window: int) -> int:
+  """Tokens that a host can gather rows for in prefill, k a token and layer."""
+  return max(4 * PAGE, window // 32)
+
+
+def host_latent(
+  request: Request,
+  server: Callable[..., Any],
+  window: int,
+  log: Callable[..., None],
+) -> tuple[list[Row], list[str]]:
+  """Rows of `host_latent`, and what it misses.
+
+  Args:
+    request: of the suite.
+    server: (request, flags) -> context of a server's URL.
+    window: of the suite.
+    log: of what begins.
+  """
+  from glm_jax.serving import benchmark
+
+  rows, ids = [], {}
+  trace = benchmark.random_trace(1, _short(window), OUTPUT)
+  for system, flags in latent_flags(window).items():
+    log(f'host_latent: {system}')
+    with server(request, flags) as url:
+      run = benchmark.replay(url, trace, token_ids=True)
+    (record,) = run.records
+    if record.error is not None:
+      return rows, [f'host_latent, {system}: {record.error}']
+    ids[system] = record.ids
+    figures = benchmark.summary(run)
+    rows.append(_row(request, 'host_latent', system, record, figures))
+  same = ids['device'] == ids['host_latent']
+  rows[-1].details.update(same_tokens=same, slower=rows[1].us / rows[0].us)
+  if same:
+    return rows, []
+  return rows, ['host_latent: other tokens than with latents on the device']
 
 
 def long_request(

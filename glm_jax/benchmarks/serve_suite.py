@@ -6,8 +6,8 @@ servers, one after the other: the whole engine (of the embedded glm-nano, or
 `--model`), and the naive one with an indexer in every layer and neither
 prefix or host cache nor drafts. The naive one has random weights, since no
 checkpoint has weights for its indexers; it does the same work whatever they
-are. `reuse` compares the two by length of a shared beginning, and
-`long_request` fills the window: see `serve_long`. More cases (`restore`,
+are. `reuse` compares the two by length of a shared beginning, `long_request`
+and `host_latent` take long prompts: see `serve_long`. More cases (`restore`,
 `tuning`, `host_time`) measure the engine in this process: see `serve_engine`.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 from glm_jax.benchmarks import serve_long
 from glm_jax.benchmarks.report import Report, Request, Row
+from glm_jax.presets import PRESETS
 
 COLUMNS = {
   'run': (
@@ -46,7 +47,7 @@ NAIVE = (
   '--num_speculative_tokens=0',
 )
 INSIDE = ('restore', 'tuning', 'host_time')
-LONG = 'long_request'
+LONG = ('long_request', 'host_latent')
 _SERVER = pathlib.Path(__file__).parents[2] / 'launch' / 'serve.py'
 _START_SECONDS = 3600
 
@@ -103,12 +104,12 @@ def run(request: Request, log: Callable[..., None]) -> Report:
     )
   cases = traces(request.scale)
   reuse = {case.name: case for case in serve_long.reuse_cases(_window(request))}
-  own = () if request.url else (*reuse, LONG)
+  own = () if request.url else (*reuse, *LONG)
   inside = _chosen(request, () if request.url else INSIDE)
   chosen = _chosen(request, cases)
   shared = [reuse[name] for name in _chosen(request, own) if name in reuse]
-  long = LONG in _chosen(request, own)
-  if not chosen + inside + shared and not long:
+  long = [name for name in _chosen(request, own) if name in LONG]
+  if not chosen + inside + shared + long:
     names = [*cases, *own, *(() if request.url else INSIDE)]
     raise ValueError(f'no case of {", ".join(names)} matches {request.select}')
   found, rows, missed = [], [], []
@@ -121,10 +122,8 @@ def run(request: Request, log: Callable[..., None]) -> Report:
       with _server(request, flags + wide) as url:
         found += _measure(request, url, system, chosen, cases, log)
         found += serve_long.reuse(url, shared, system, log)
-  if long:
-    log(f'{LONG}: starting a server')
-    with _server(request, serve_long.long_flags(_window(request))) as url:
-      rows, missed = serve_long.long_request(request, url, log)
+  more, unmet = _long(request, long, log)
+  rows, missed = rows + more, missed + unmet
   if inside:
     from glm_jax.benchmarks import serve_engine
 
@@ -134,6 +133,19 @@ def run(request: Request, log: Callable[..., None]) -> Report:
   return dataclasses.replace(
     report, rows=report.rows + tuple(rows), missed=report.missed + tuple(missed)
   )
+
+
+def _long(request: Request, chosen, log) -> tuple[list[Row], list[str]]:
+  """Rows of the cases of `LONG`, and what they miss."""
+  rows, missed, window = [], [], _window(request)
+  if 'long_request' in chosen:
+    log('long_request: starting a server')
+    with _server(request, serve_long.long_flags(window)) as url:
+      rows, missed = serve_long.long_request(request, url, log)
+  if 'host_latent' in chosen:
+    more, unmet = serve_long.host_latent(request, _server, window, log)
+    rows, missed = rows + more, missed + unmet
+  return rows, missed
 
 
 def _window(request: Request) -> int:
@@ -168,6 +180,8 @@ def _server(request: Request, flags) -> Iterator[str]:
       f'{_SERVER} is not here: start a server and pass its --url'
     )
   model = () if request.model is None else (f'--model={request.model}',)
+  if request.model in PRESETS:  # a configuration, which has no weights
+    model += ('--load_format=dummy',)
   with tempfile.TemporaryDirectory() as folder:
     ready = pathlib.Path(folder) / 'ready.json'
     command = [sys.executable, str(_SERVER), '--port=0', f'--json={ready}']

@@ -188,6 +188,32 @@ def test_a_long_request_comes_back_from_the_host(monkeypatch):
   assert any('came from the cache' in goal for goal in report.missed)
 
 
+def test_latents_on_the_host_give_the_same_tokens(monkeypatch):
+  suite, started = load_suite('serve'), []
+  answers = [
+    'Hello there ' * 40,
+    'Hello there ' * 40,
+    'Hello, ' * 60,
+    'No ' * 90,
+  ]
+
+  @contextlib.contextmanager
+  def server(_, flags):
+    started.append(flags)
+    engine = ScriptedEngine(answers[len(started) - 1])
+    with serve(engine, served_model(max_model_len=10**6)) as running:
+      yield running.url
+
+  monkeypatch.setattr(suite, '_server', server)
+  request = suite_request(select=('host_latent',))
+  report = suite.run(request, lambda *_: None)
+  assert report.passed and report.rows[1].details['same_tokens']
+  assert '--max_model_len=384' in started[0]
+  assert started[1][:-1] == started[0] and 'latent' in started[1][-1]
+  report = suite.run(request, lambda *_: None)
+  assert 'other tokens' in report.missed[0]
+
+
 def test_shared_beginnings_by_length(monkeypatch):
   suite, started = load_suite('serve'), []
   names = [case.name for case in serve_long.reuse_cases(1 << 20)]
