@@ -69,12 +69,12 @@ def choose_tiles(
   rows = min(max(pl.next_power_of_2(cdiv(2 * M, E)), _LEAST), 128)
   if x_dtype == jnp.float32:  # no matrix unit takes it: registers bound it
     most = Tiles(min(rows, 32), 64, 32, 4, 2)
-  elif fp8:
-    most = Tiles(rows, 128, 128, *((8, 3) if rows >= 64 else (4, 4)))
-  elif rows < 64:
-    most = Tiles(rows, 64, 128, 4, 4)
+  elif rows < 64:  # bound by the weights' bytes, of which more are in flight
+    most = Tiles(rows, 128 if fp8 else 64, 128, 4, 4)
+  elif rows == 64 or fp8:  # two programs a processor: one widens, one adds
+    most = Tiles(64, 128, 64, 4, 4)
   else:
-    most = Tiles(rows, 128, 64, 8 if rows > 64 else 4, 4 if rows == 64 else 3)
+    most = Tiles(128, 128, 64, 8, 3)
   # A greatest common divisor with a power of two is one.
   block = scale_block if fp8 else (0, 0)
   outputs = math.gcd(most.outputs, F, block[0])
@@ -151,7 +151,9 @@ def _kernel(
   def step(i, total):
     inputs = pl.ds(i * tiles.inputs, tiles.inputs)
     x = x_ref[at, inputs]
-    w = w_ref[layer, expert, outputs, inputs].astype(x.dtype)
+    w = w_ref[layer, expert, outputs, inputs]
+    if scale_refs:  # by way of float32: bf16 itself is slower to make of e4m3
+      w = w.astype(jnp.float32).astype(x.dtype)
     part = lax.dot_general(
       w,
       x,

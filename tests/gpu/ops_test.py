@@ -5,16 +5,18 @@ card that a text describes. It needs the plugin (`make test-gpu` installs it).
 """
 
 import contextlib
+import itertools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from absl.testing import parameterized
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from glm_jax.benchmarks.compiled import op_function
-from pallas_kernels.arg_specs import TOPK, arg_spec, arg_specs
+from pallas_kernels.arg_specs import TOPK, ArgSpec, arg_spec, arg_specs
 
 # Sizes and limits of an H200; what is left out does not matter here.
 H200 = """
@@ -44,6 +46,7 @@ device_description_str: "NVIDIA H200"
 """
 BLOCK = 64 << 20  # the ops' default
 OPS = ('indexer_scores', 'streaming_topk', 'topk_gather_attention')
+MATMULS = ('grouped_matmul_in', 'grouped_matmul_out')
 TRITON = '__gpu$xla.gpu.triton'
 
 
@@ -93,6 +96,39 @@ class OpsTest(parameterized.TestCase):
     print(f'\n{name}: {temporaries / 1e6:.1f} MB (compiled, not run)')
     block = max(BLOCK, 4 * spec.context * min(spec.rows, 264))
     self.assertLessEqual(temporaries, 1.5 * block + own)
+
+  @parameterized.named_parameters(
+    *((f'_{s.name}'.replace('/', '_'), s.name) for s in arg_specs(MATMULS))
+  )
+  def test_grouped_matmul(self, name):
+    """One launch: no copy of a layer, no sum of the groups beside it."""
+    found = compiled(arg_spec(*name.split('/')))
+    self.assertEqual(found.as_text().count(TRITON), 1)
+    self.assertNotRegex(found.as_text(), r' (fusion|copy|while)\(')
+    self.assertLess(found.memory_analysis().temp_size_in_bytes, 1 << 20)
+
+  @parameterized.parameters((48, 256), (256, 48))
+  def test_grouped_matmul_of_glm_nano(self, F, D):
+    shape = jax.ShapeDtypeStruct
+    for dtype, rows in itertools.product(
+      (jnp.bfloat16, jnp.float32), (4, 4096)
+    ):
+      spec = ArgSpec(
+        'grouped_matmul_in',
+        'glm_nano',
+        str(jnp.dtype(dtype)),
+        (
+          shape((rows, D), dtype),
+          shape((8, 16, F, D), dtype),
+          None,
+          shape((), jnp.int32),
+          shape((16,), jnp.int32),
+        ),
+        {},
+        1,
+        rows,
+      )
+      self.assertIn(TRITON, compiled(spec).as_text())
 
   def test_without_a_kernel_it_is_xla(self):
     spec = arg_spec('topk_gather_attention', 'tiny', 'fp8')

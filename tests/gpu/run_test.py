@@ -3,6 +3,8 @@
 `make test-on-gpu`; fails, and skips nothing, where JAX has no GPU.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,16 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from pallas_kernels import (
+  grouped_matmul,
   indexer_scores,
   streaming_topk,
   topk_gather_attention,
 )
+from pallas_kernels.block_scale import quantize
 from pallas_kernels.streaming_topk import gpu_select
+
+# Outputs and inputs of an expert, in and out.
+GLM, NANO = ((2048, 6144), (6144, 2048)), ((48, 256), (256, 48))
 
 
 def index_arguments(T, B, n, dtype, seed=0):
@@ -38,6 +45,28 @@ def index_arguments(T, B, n, dtype, seed=0):
     jnp.asarray(np.sort(rng.integers(0, B, T)), jnp.int32),
     jnp.asarray(row_pos, jnp.int32),
   )
+
+
+def expert_arguments(M, F, D, dtype, layers=2, seed=0):
+  """16 experts, some of them empty; NaN where nobody's weights are."""
+  E, layer = 16, layers - 1
+  rng = np.random.default_rng(seed)
+  sizes = rng.multinomial(M, rng.dirichlet([0.7] * (E - 3)))
+  sizes = rng.permutation(np.append(sizes, [0, 0, 0]))
+  wide = jnp.float32 if dtype == 'f32' else jnp.bfloat16
+  keys = jax.random.split(jax.random.key(seed))
+  own = jax.random.normal(keys[0], (E, F, D), jnp.float32)
+  x = jax.random.normal(keys[1], (M, D), jnp.float32).astype(wide)
+  own, scales = quantize(own) if dtype == 'fp8' else (own.astype(wide), None)
+  unread = jnp.asarray(sizes == 0)[:, None, None]
+  pool = lambda a: (
+    jnp.full((layers, *a.shape), jnp.nan, a.dtype)
+    .at[layer]
+    .set(jnp.where(unread, jnp.asarray(jnp.nan, a.dtype), a))
+  )
+  scales = None if scales is None else pool(scales)
+  sizes = jnp.asarray(sizes, jnp.int32)
+  return x, pool(own), scales, jnp.int32(layer), sizes
 
 
 @pytest.mark.on_gpu
@@ -120,6 +149,36 @@ class RunTest(parameterized.TestCase):
       np.float32(out), np.float32(want), rtol=3e-2, atol=1e-2
     )
     np.testing.assert_allclose(lse, want_lse, rtol=1e-4, atol=1e-3)
+
+  @parameterized.parameters(
+    *itertools.product((1, 130, 500, 1500), GLM, ('bf16', 'fp8')),
+    *itertools.product((1, 130, 500, 1500), NANO, ('bf16',)),
+    *itertools.product((130, 500), (GLM[0], NANO[0]), ('f32',)),
+  )
+  def test_grouped_matmul(self, rows, width, dtype):
+    """Every size of the row tiles, over GLM-5.2's and glm-nano's widths."""
+    self.same_products(expert_arguments(rows, *width, dtype), dtype)
+
+  @parameterized.parameters(('bf16', 12), ('fp8', 24))
+  def test_grouped_matmul_far_into_a_pool(self, dtype, layers):
+    """The last layer of 4.8 GB lies beyond what 32 bits count."""
+    self.same_products(expert_arguments(40, 2048, 6144, dtype, layers), dtype)
+
+  def same_products(self, case, dtype):
+    got, want = (
+      np.float32(
+        jax.jit(grouped_matmul, static_argnames='implementation')(
+          *case, implementation=name
+        )
+      )
+      for name in ('gpu', 'xla')
+    )
+    self.assertTrue(np.isfinite(want).all())
+    # XLA rounds widened fp8 weights to bf16, and the kernel nothing.
+    close = 1e-5 if dtype == 'f32' else 2**-7
+    np.testing.assert_allclose(
+      got, want, rtol=close, atol=close * np.abs(want).max()
+    )
 
 
 if __name__ == '__main__':
