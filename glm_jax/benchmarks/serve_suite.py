@@ -117,7 +117,7 @@ def run(request: Request, log: Callable[..., None]) -> Report:
     found = _measure(request, request.url, 'url', chosen, cases, log)
   elif chosen or shared:
     wide = serve_long.REUSE_FLAGS if shared else ()
-    for system, flags in (('engine', ()), ('naive', NAIVE)):
+    for system, flags in (('engine', ()), (serve_long.NAIVE, NAIVE)):
       log(f'{system}: starting a server')
       with _server(request, flags + wide) as url:
         found += _measure(request, url, system, chosen, cases, log)

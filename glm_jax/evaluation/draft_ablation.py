@@ -28,6 +28,7 @@ from glm_jax.model import Model
 from glm_jax.plan import LocalPlan
 from glm_jax.training.config import TrainConfig, override
 
+_PREFILL_ROWS = 4096  # of a step: a GPU idles in smaller ones
 # Form -> settings of the recipe, whose stages are 'first' and 'second'. Total
 # variation barely moves fresh weights (q misses p's tokens: no gradient), so
 # that form, too, begins with cross-entropy.
@@ -139,6 +140,7 @@ def measure(
     num_speculative_tokens=num_drafts,
     draft_options=options,
     plan=LocalPlan(block_bytes=block_bytes),
+    prefill_chunk=_PREFILL_ROWS,
   ).drafts
   before = (out.drafted[0], *out.accepted[:-1])
   return {
