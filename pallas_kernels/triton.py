@@ -44,6 +44,19 @@ def power_of_two(n: int, least: int = 16) -> bool:
   return n >= least and n & (n - 1) == 0
 
 
+def check_addressable(pool) -> None:
+  """Raises `NotImplementedError` for what JAX's lowering cannot address.
+
+  It counts elements in int32 up to 4 GiB, and in int64 beyond: bytes between
+  2 and 4 GiB would wrap.
+  """
+  if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
+    raise NotImplementedError(
+      f'a pool of {pool.size / 2**30:.1f} GiB of {pool.dtype}: up to 2 GiB, '
+      'or beyond 4'
+    )
+
+
 def scatter(ref, row, columns, values, chosen, spare: int, interpret: bool):
   """Writes `values` to `columns` of a row where `chosen`.
 

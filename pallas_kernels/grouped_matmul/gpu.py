@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.block_scale import FP8
 from pallas_kernels.tiling import cdiv, precision
-from pallas_kernels.triton import params, store_rows
+from pallas_kernels.triton import check_addressable, params, store_rows
 
 _BAND = 8  # row tiles that go through the outputs together
 _LEAST = 16  # rows, outputs and inputs that a matrix product needs
@@ -182,11 +182,7 @@ def _check(x, weights) -> None:
     raise NotImplementedError(
       f'weights in {weights.dtype} with rows in {x.dtype}: the same or e4m3'
     )
-  # Up to 4 GiB, JAX's lowering counts elements in int32.
-  if weights.dtype.itemsize == 1 and 2**31 < weights.size <= 2**32:
-    raise NotImplementedError(
-      f'an e4m3 pool of {weights.size / 2**30:.1f} GiB: up to 2, or beyond 4'
-    )
+  check_addressable(weights)
 
 
 def grouped_matmul(

@@ -16,7 +16,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.indexer_scores.reference import relu
 from pallas_kernels.tiling import PAGE, round_up
-from pallas_kernels.triton import available, params, power_of_two
+from pallas_kernels.triton import (
+  available,
+  check_addressable,
+  params,
+  power_of_two,
+)
 
 _ROWS = 4  # query rows a program; with 32 heads a 128-row matrix operand
 _KEYS = 128  # keys a tile
@@ -171,6 +176,7 @@ def indexer_scores(
     raise NotImplementedError(
       f'{heads} heads of {H}: both must be powers of two from 16'
     )
+  check_addressable(key_pages)
   rows = _ROWS if T >= _ROWS * page_table.shape[0] else 1
   padded = round_up(T, rows)
   pages = round_up(n, _PAGES * _TILES)

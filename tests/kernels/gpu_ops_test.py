@@ -5,6 +5,7 @@ What must not be read holds NaN: page 0 and row 0, where an unmasked -1 ends.
 
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,6 +59,16 @@ class ScoresTest(parameterized.TestCase):
     q, *rest = index_case(3, 3, 3)
     with self.assertRaisesRegex(NotImplementedError, 'float32 queries'):
       scores_gpu.indexer_scores(q.astype(jnp.float32), *rest)
+    q, w, _, _, *rest = index_case(3, 3, 3, fp8=True)
+    for pages, refused in ((2**20, False), (2**20 + 1, True), (2**22, False)):
+      keys = jax.ShapeDtypeStruct((pages, 64, 32), jnp.float8_e4m3fn)
+      scales = jax.ShapeDtypeStruct((pages, 64), jnp.float32)
+      call = lambda *args: scores_gpu.indexer_scores(*args, interpret=True)
+      if refused:
+        with self.assertRaisesRegex(NotImplementedError, '2.0 GiB of float8'):
+          jax.eval_shape(call, q, w, keys, scales, *rest)
+      else:
+        jax.eval_shape(call, q, w, keys, scales, *rest)
     case = index_case(3, 3, 3, heads=24)
     with self.assertRaisesRegex(NotImplementedError, '24 heads of 32'):
       scores_gpu.indexer_scores(*case)
