@@ -5,10 +5,11 @@ program multiplies one tile by some outputs' weights. It finds its expert
 from the group sizes by itself: nothing is launched beside the kernel, an
 expert without rows has no tile and its weights are never read.
 
-Weights are the left operand: [outputs, inputs] as they lie, and up to 16 rows
-cost a matrix unit of 64 outputs no more than its width. Programs go through
-the outputs `_BAND` row tiles at a time: tiles of one expert read its weights
-together, and the rows of a band stay in the L2 cache meanwhile.
+Weights are the left operand, [outputs, inputs] as they lie: the matrix unit
+takes 64 of their rows with as few as 16 of x's, so a tile that is nearly
+empty, as in decode, wastes little. Programs go through the outputs `_BAND`
+row tiles at a time: tiles of one expert read its weights together, and the
+rows of a band stay in the L2 cache meanwhile.
 
 fp8 weights are widened in registers, where an e4m3 value is exact in the
 rows' dtype; a block's product is scaled and added in float32.
