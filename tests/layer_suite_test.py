@@ -201,11 +201,28 @@ class RequestsTest(parameterized.TestCase):
     (dict(evidence='compiled'), (), '--evidence=run'),
     (dict(systems=('torch_flash',)), (), 'torch_flash is unknown: use jax'),
     ({}, ('decode_9k',), 'no case is named decode_9k'),
+    (dict(systems=('torch_static',)), ('prefill_4k',), 'has no such case'),
     (dict(systems=(JAX,)), ('prefill_4k',), 'prefill_4k needs a GPU, jax'),
   )
   def test_bad_requests(self, options, select, message):
     with self.assertRaisesRegex(ValueError, message):
       load_suite('layer').run(request(*select, **options), print)
+
+  def test_what_there_is_no_time_for_is_said(self):
+    saved = []
+    asked = Request(
+      'run',
+      (),
+      ('tiny_decode_b1',),
+      (JAX,),
+      max_seconds=0,
+      save=saved.append,
+    )
+    report = load_suite('layer').run(asked, print)
+    self.assertLen(saved, 1)
+    problems = [row.details.get('problem') for row in report.rows]
+    self.assertEqual(problems[0], None)
+    self.assertIn('not run in 0 s', problems)
 
 
 class ProcessTest(absltest.TestCase):

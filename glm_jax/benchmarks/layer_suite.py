@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -103,12 +104,19 @@ def run(request: Request, log: Callable[..., None]) -> Report:
   cases, systems = _chosen_cases(request), _chosen_systems(request)
   real = [case.name for case in cases if case.preset != TINY]
   hosts: dict[str, dict] = {}
-  answers = []
+  answers: list[tuple[dict, dict]] = []
+  begun = time.monotonic()
+  if not any(_requests(framework, cases, systems) for framework in _MODULES):
+    raise ValueError(
+      f'{", ".join(systems)} has no such case: torch_static decodes only'
+    )
+
+  def found() -> Report:
+    device = hosts[JAX if JAX in hosts else 'torch']['device']
+    return report(request, device, cases, answers, _versions(hosts))
+
   with tempfile.TemporaryDirectory() as folder:
-    for framework in ('torch', JAX):
-      asked = _requests(framework, cases, systems)
-      if not asked:
-        continue
+    for framework in _MODULES:
 
       def started(hello, framework=framework):
         hosts[framework] = hello
@@ -118,14 +126,27 @@ def run(request: Request, log: Callable[..., None]) -> Report:
             'none: use --op=tiny on a CPU'
           )
 
+      asked, before = _requests(framework, cases, systems), len(answers)
       module, remedy = _MODULES[framework]
       process = ask(module, folder, asked, started, remedy)
-      with contextlib.closing(process) as found:
-        for answer, what in zip(found, asked):
+      with contextlib.closing(process) as given:
+        for answer, what in zip(given, asked):
           log(_said(framework, what, answer))
           answers.append((what, answer))
-  device = hosts[JAX if JAX in hosts else 'torch']['device']
-  return report(request, device, cases, answers, _versions(hosts))
+          if request.save is not None:
+            request.save(found())
+          if time.monotonic() - begun > _seconds(request, framework):
+            break
+      late = dict(problem=f'not run in {request.max_seconds} s')
+      answers += [(what, late) for what in asked[len(answers) - before :]]
+  return found()
+
+
+def _seconds(request: Request, framework: str) -> float:
+  """When a framework's last case has started; PyTorch, the first, has half."""
+  if request.max_seconds is None:
+    return float('inf')
+  return request.max_seconds * (0.5 if framework == 'torch' else 1)
 
 
 def _chosen_cases(request: Request) -> list[LayerCase]:

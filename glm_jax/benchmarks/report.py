@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -48,6 +48,10 @@ class Request:
     url: of a server to measure, for the serve suite; None starts one.
     model: that it serves, as launch/serve.py takes it.
     scale: of its traffic and window; 1 takes minutes on a CPU.
+    max_seconds: after which a suite of many cases starts no more; None for
+      all of them. A device that is lent for a time would be gone before the
+      report.
+    save: keeps what has been measured so far, for a run that is cut off.
   """
 
   evidence: str
@@ -59,6 +63,8 @@ class Request:
   url: str | None = None
   model: str | None = None
   scale: int = 1
+  max_seconds: float | None = None
+  save: Callable[[Report], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
