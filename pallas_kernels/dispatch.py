@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 
 from jax import lax
 
-IMPLEMENTATIONS = ('tpu', 'gpu', 'interpret', 'xla', 'reference')
+IMPLEMENTATIONS = ('tpu', 'gpu', 'hopper', 'interpret', 'xla', 'reference')
 # Kernels, and the platform each is compiled for, in JAX's names.
 _PLATFORMS = {'tpu': 'tpu', 'gpu': 'cuda'}
 

@@ -16,6 +16,7 @@ from pallas_kernels.tiling import cdiv, within_pool
 from pallas_kernels.topk_gather_attention import (
   backward,
   gpu,
+  hopper,
   reference,
   tpu,
   xla,
@@ -26,6 +27,7 @@ __all__ = ['SCALE_GROUP', 'decode_rows', 'topk_gather_attention']
 
 AVAILABLE = {
   'gpu': gpu.topk_gather_attention,
+  'hopper': hopper.topk_gather_attention,
   'reference': reference.topk_gather_attention,
   'xla': xla.topk_gather_attention,
   'tpu': tpu.topk_gather_attention,

@@ -126,10 +126,25 @@ def topk_gather_attention(
     jnp.pad(q, ((0, 0), (0, padded - N), (0, 0))),
     rows,
   )
-  out, lse = out[:, :, :N], lse[:, :, :N]
-  if parts == 1:
-    return out[:, 0], lse[:, 0]
+  return merge(out[:, :, :N], lse[:, :, :N], q.dtype)
+
+
+def merge(
+  out: jax.Array, lse: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+  """Attention over all keys from that over parts of them.
+
+  Args:
+    out: [T, parts, N, R]; zeros where a part has no key.
+    lse: [T, parts, N] float32; -inf there.
+    dtype: of the result.
+
+  Returns:
+    [T, N, R], [T, N] float32.
+  """
+  if out.shape[1] == 1:
+    return out[:, 0].astype(dtype), lse[:, 0]
   total = jax.nn.logsumexp(lse, axis=1)
   weight = jnp.exp(lse - jnp.where(total > -jnp.inf, total, 0)[:, None])
   merged = jnp.sum(weight[..., None] * out, axis=1)
-  return merged.astype(q.dtype), total
+  return merged.astype(dtype), total

@@ -130,6 +130,15 @@ class OpsTest(parameterized.TestCase):
       )
       self.assertIn(TRITON, compiled(spec).as_text())
 
+  @parameterized.parameters(
+    'decode_8x1m', 'decode_64x128k', 'prefill_1k_128k', 'tiny'
+  )
+  def test_hopper(self, case):
+    spec = arg_spec('topk_gather_attention', case, 'bf16')
+    found = compiled(spec, 'hopper')
+    self.assertIn('mosaic_gpu', found.as_text())
+    self.assertNotIn(TRITON, found.as_text())
+
   def test_without_a_kernel_it_is_xla(self):
     spec = arg_spec('topk_gather_attention', 'tiny', 'fp8')
     self.assertNotIn(TRITON, compiled(spec).as_text())

@@ -19,6 +19,7 @@ from pallas_kernels.streaming_topk import gpu as select_gpu
 from pallas_kernels.streaming_topk import gpu_select, threshold
 from pallas_kernels.streaming_topk import reference as select_reference
 from pallas_kernels.topk_gather_attention import gpu as attention_gpu
+from pallas_kernels.topk_gather_attention import hopper
 from pallas_kernels.topk_gather_attention import reference as attention
 
 
@@ -178,6 +179,49 @@ class AttentionTest(parameterized.TestCase):
     rows = jnp.zeros((9, 64), jnp.bfloat16)
     with self.assertRaisesRegex(NotImplementedError, '24 latent'):
       call(q, rows, None, slots, scale=1.0, latent_width=24)
+
+
+class HopperTest(parameterized.TestCase):
+  """The kernel itself runs on a GPU alone (tests/gpu)."""
+
+  def test_programs_fill_the_card(self):
+    self.assertEqual(hopper.parts_of(1, 2048), 32)
+    self.assertEqual(hopper.parts_of(8, 2048), 16)
+    self.assertEqual(hopper.parts_of(64, 2048), 2)
+    self.assertEqual(hopper.parts_of(300, 2048), 1)
+
+  @parameterized.parameters(
+    (jnp.float32, 576, 512, 'float32 queries'),
+    (jnp.bfloat16, 560, 512, '560 features'),
+    (jnp.bfloat16, 384, 320, '320 latent'),
+    (jnp.bfloat16, 1088, 512, '1088 features, 64 keys'),
+  )
+  def test_what_it_does_not_take_is_refused(self, dtype, width, latent, why):
+    q = jnp.zeros((300, 4, width), dtype)
+    rows = jnp.zeros((9, width), dtype)
+    slots = jnp.zeros((300, 4), jnp.int32)
+    with self.assertRaisesRegex(NotImplementedError, why):
+      hopper.topk_gather_attention(
+        q, rows, None, slots, scale=1.0, latent_width=latent
+      )
+
+  def test_parts_are_merged(self):
+    rng = np.random.default_rng(0)
+    logits, rows = rng.normal(size=(3, 4, 12)), rng.normal(size=(12, 5))
+    logits[1, :, :6] = -np.inf
+    p = np.exp(logits)
+    want = p @ rows / p.sum(axis=2, keepdims=True)
+    some = p.reshape(3, 4, 2, 6).transpose(0, 2, 1, 3)
+    total = some.sum(axis=3)
+    out = np.stack([some[:, i] @ rows[6 * i : 6 * i + 6] for i in range(2)], 1)
+    out = np.divide(out, total[..., None], where=total[..., None] > 0, out=out)
+    with np.errstate(divide='ignore'):
+      lse = np.log(total)
+    got, got_lse = attention_gpu.merge(
+      jnp.float32(out), jnp.float32(lse), jnp.float32
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got_lse, np.log(p.sum(axis=2)), rtol=1e-5)
 
 
 def test_a_jax_without_the_backend_leaves_everything_to_xla():
