@@ -83,6 +83,11 @@ CASES = {
   'prefill_4k_1m': (1, _M1, 4096),
   'tiny': (2, 2560, 4),
 }
+# Of 2 M rows, as in spec/kernels_gpu.md section 6; for benches alone.
+GPU_CASES = {
+  'decode_64x32k': (64, 32_768, 1),
+  'decode_256x8k': (256, 8192, 1),
+}
 OPS = (
   'indexer_scores',
   'streaming_topk',
@@ -140,12 +145,12 @@ def arg_spec(op: str, case: str, dtype: str) -> ArgSpec:
   """One op at one shape; raises `ValueError` for names that are not here."""
   for what, name, known in (
     ('op', op, OPS),
-    ('case', case, tuple(CASES)),
+    ('case', case, (*CASES, *GPU_CASES)),
     ('dtype', dtype, DTYPES),
   ):
     if name not in known:
       raise ValueError(f'{what}={name!r} is unknown: use one of {known}')
-  sequences, context, rows = CASES[case]
+  sequences, context, rows = {**CASES, **GPU_CASES}[case]
   options = {}
   if op == 'indexer_scores':
     bounded = min(rows, max(_BLOCK_BYTES // (4 * context), 8))

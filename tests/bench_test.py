@@ -1,5 +1,6 @@
 """Benchmarks: what is counted, what is read from the compiler, the command."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -263,6 +264,25 @@ class SuiteTest(parameterized.TestCase):
     self.assertIn(
       'MISSED: indexer_scores/decode_8x1m bf16 on v6e: 2.00x', report.table()
     )
+
+  def test_busy_goals_of_a_card(self):
+    device = Device('NVIDIA H200', bandwidth=1e9, flops=1e12)
+    case = 'topk_gather_attention/decode_64x32k'
+    request = Request('run', (device,), (f'{case}/bf16',), ('gpu',), 'c', 'd')
+    found = []
+    for busy in (73.0, 71.0, None):
+      timed = 1e-3, dict(busy_us=busy)
+      with mock.patch.object(op_suite, 'time_case', return_value=timed):
+        report = load_suite('op').run(request, lambda line: None)
+      self.assertEqual([row.case for row in report.rows], [case])
+      found.append(report.missed)
+    self.assertEqual(
+      found,
+      [(f'{case} bf16 by gpu on NVIDIA H200: busy 73 us, goal 72',), (), ()],
+    )
+    elsewhere = dataclasses.replace(request, devices=(Device('cpu', 1.0, 1.0),))
+    with self.assertRaisesRegex(ValueError, 'no case is named'):
+      load_suite('op').run(elsewhere, print)
 
   @parameterized.parameters(('fp8', True, 100), ('fp8', False, 130),
                             ('bf16', True, 130))  # fmt: skip
