@@ -8,15 +8,20 @@ with per-head keys and values: the check on the absorbed form.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from glm_jax.config import ModelConfig
 from glm_jax.layers import Init, Linear, RMSNorm
 from glm_jax.rope import apply_rope
 from pallas_kernels.block_scale import dequantize
 from pallas_kernels.tiling import dot
+
+_ROWS = 8  # from which XLA multiplies a head's rows as matrices on a GPU
 
 
 class Mla(nnx.Module):
@@ -101,7 +106,7 @@ class Mla(nnx.Module):
     if block is None:
       a, rest = spec.split(',')
       b, out = rest.split('->')
-      y = dot(f'n{a},n{b}->n{out}', heads, both)
+      y = _few_rows(functools.partial(dot, f'n{a},n{b}->n{out}'), heads, both)
     else:
       rows = jnp.repeat(self.kv_b.scale[...], block[0], axis=0)
       rows = rows[: kernel.shape[0]].reshape(c.num_heads, -1, rows.shape[1])
@@ -111,8 +116,30 @@ class Mla(nnx.Module):
         w = dequantize(values, scales, x.dtype, (1, block[1]))
         return dot(spec, x, w)
 
-      y = jax.lax.map(head, (heads, both, rows[:, side]))
+      y = lax.map(head, (heads, both, rows[:, side]))
     return y.swapaxes(0, 1).astype(x.dtype)
+
+
+def _few_rows(multiply, x: jax.Array, weights: jax.Array) -> jax.Array:
+  """Products of heads; few rows are padded on a GPU.
+
+  XLA takes fewer as reductions there, for which it writes all weights anew,
+  transposed and in float32.
+
+  Args:
+    multiply: of x and the weights, [N, T, .].
+    x: [N, T, .] a head's rows.
+    weights: [N, ., .].
+  """
+  T = x.shape[1]
+  if T >= _ROWS:
+    return multiply(x, weights)
+
+  def padded(x, weights):
+    more = ((0, 0), (0, _ROWS - T), (0, 0))
+    return multiply(jnp.pad(x, more), weights)[:, :T]
+
+  return lax.platform_dependent(x, weights, cuda=padded, default=multiply)
 
 
 def expanded_attention(

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from glm_jax.benchmarks import layer_cases
 from glm_jax.benchmarks.layer_cases import CASES, GROUP, KINDS
 from glm_jax.benchmarks.layer_programs import layer_program, lower
+from glm_jax.config import SHARED
 from glm_jax.presets import PRESETS
 
 GIB = 1 << 30
@@ -65,6 +66,9 @@ class LayerTest(parameterized.TestCase):
       'MB (compiled, not run)'
     )
     # At decode nothing of the cache's size is made beside it.
+    if name == 'decode_128k_b1' and kind == SHARED:
+      # Nor of the up-projections', 25 and 33 MB.
+      self.assertLess(temporaries, 20e6)
     limit = GIB // 2 if name.startswith('decode') else 16 * GIB
     self.assertLess(temporaries, limit)
 
