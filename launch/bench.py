@@ -4,6 +4,7 @@
   python launch/bench.py --suite=op --evidence=run --op=tiny    on this device
   python launch/bench.py --suite=op --op=grouped_matmul,decode_8x1m/fp8 ...
   python launch/bench.py --suite=layer --evidence=run     a layer and PyTorch's
+  python launch/bench.py --suite=context --evidence=run   8K to 1M tokens
   python launch/bench.py --suite=serve --evidence=run     this engine and naive
   python launch/bench.py --suite=serve --evidence=run --url=http://HOST:PORT
 
@@ -47,12 +48,24 @@ _URL = flags.DEFINE_string(
   'url', None, 'serve: an OpenAI-compatible server to measure.'
 )
 _MODEL = flags.DEFINE_string(
-  'model', None, 'serve: what launch/serve.py gets, without --url.'
+  'model',
+  None,
+  'serve: what launch/serve.py gets, without --url. context: glm52 (the '
+  'default) or tiny.',
 )
 _SCALE = flags.DEFINE_integer(
   'scale', 1, 'serve: traffic and window, 1024 tokens at 1.', lower_bound=1
 )
-_JSON = flags.DEFINE_string('json', None, 'Write the rows to this file.')
+_MAX_SECONDS = flags.DEFINE_float(
+  'max_seconds',
+  None,
+  'context: start no more cases after this; default: run all of them.',
+  lower_bound=0,
+)
+_JSON = flags.DEFINE_string(
+  'json', None, 'Write the rows to this file (context: after every case).'
+)
+_PLOT = flags.DEFINE_string('plot', None, 'context: write a PNG.')
 
 
 def compile_targets(names: list[str]) -> tuple[Device, ...]:
@@ -98,6 +111,9 @@ def main() -> bool:
     raise cli.UserError('--topology is for --evidence=compiled: leave it out')
   systems = tuple(_SYSTEM.value or (['auto'] if run else ['tpu']))
   origin = cli.origin()
+  save = lambda report: cli.write_json(_JSON.value, report)
+  if _PLOT.value and not hasattr(suite, 'plot'):
+    raise cli.UserError('--plot is for --suite=context: leave it out')
   request = Request(
     evidence=_EVIDENCE.value,
     devices=(
@@ -112,11 +128,15 @@ def main() -> bool:
     url=_URL.value,
     model=_MODEL.value,
     scale=_SCALE.value,
+    max_seconds=_MAX_SECONDS.value,
+    save=save if _JSON.value else None,
   )
   report = suite.run(request, cli.log)
   print(report.table(suite.COLUMNS[request.evidence]))
   if _JSON.value:
-    cli.write_json(_JSON.value, report)
+    save(report)
+  if _PLOT.value:
+    suite.plot(report, _PLOT.value)
   return report.passed
 
 

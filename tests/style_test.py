@@ -48,7 +48,11 @@ def test_imports_run_one_way(path):
 def test_kernels_import_jax_only():
   for path in (ROOT / 'pallas_kernels').rglob('*.py'):
     third = {name for name, _ in imports(path)}
-    assert third - sys.stdlib_module_names <= {'jax', 'jaxlib', 'pallas_kernels'}, path
+    assert third - sys.stdlib_module_names <= {
+      'jax',
+      'jaxlib',
+      'pallas_kernels',
+    }, path
 
 
 def test_no_environment_variable_changes_semantics():

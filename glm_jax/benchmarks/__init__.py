@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 SUITES = {
+  'context': 'glm_jax.benchmarks.context_suite',
   'layer': 'glm_jax.benchmarks.layer_suite',
   'op': 'glm_jax.benchmarks.op_suite',
   'serve': 'glm_jax.benchmarks.serve_suite',
