@@ -228,6 +228,7 @@ class StepsTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(logits[0], want, rtol=0, atol=1e-4)
 
+  @pytest.mark.long
   def test_dense_prefill_is_sparse_prefill_that_selects_everything(self):
     indexer = dataclasses.replace(TINY.config.indexer, topk=128)
     mtp = dataclasses.replace(TINY.config.mtp, num_layers=0)
