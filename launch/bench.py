@@ -59,11 +59,13 @@ _SCALE = flags.DEFINE_integer(
 _MAX_SECONDS = flags.DEFINE_float(
   'max_seconds',
   None,
-  'context: start no more cases after this; default: run all of them.',
+  'layer, context: start no more cases after this; default: run all of them.',
   lower_bound=0,
 )
 _JSON = flags.DEFINE_string(
-  'json', None, 'Write the rows to this file (context: after every case).'
+  'json',
+  None,
+  'Write the rows to this file (layer, context: after every case).',
 )
 _PLOT = flags.DEFINE_string('plot', None, 'context: write a PNG.')
 

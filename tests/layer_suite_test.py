@@ -243,7 +243,8 @@ class ProcessTest(absltest.TestCase):
 
 class ParityTest(absltest.TestCase):
   def test_layers_compute_what_pytorch_computes(self):
-    torch = pytest.importorskip('torch')
+    import torch
+
     from glm_jax.benchmarks.layer_torch import TorchMeasure
 
     before = torch.get_default_dtype()
@@ -277,7 +278,6 @@ class ParityTest(absltest.TestCase):
     self.assertEqual((other['passed'], other['rows_beyond_ties']), (False, 4))
 
   def test_the_pytorch_side_loads_no_jax(self):
-    pytest.importorskip('torch')
     code = (
       'import sys, glm_jax.benchmarks.layer_torch; '
       'assert "jax" not in sys.modules'
@@ -286,7 +286,6 @@ class ParityTest(absltest.TestCase):
 
   @pytest.mark.long
   def test_the_whole_suite_at_tiny_sizes(self):
-    pytest.importorskip('torch')
     report = load_suite('layer').run(request('tiny'), print)
     self.assertTrue(report.passed, report.missed)
     found = {(row.case, row.system): row for row in report.rows}

@@ -110,8 +110,10 @@ def cases(setting: Setting, systems: tuple[str, ...]) -> Iterator[Case]:
 
 def _measured(bench, case: Case) -> Found:
   """One case; a problem of another system than `shared` ends that case."""
+  from glm_jax.benchmarks.context_steps import peak_bytes
+
   try:
-    return dict(_MEASURE[case.phase](bench, case), peak_bytes=_peak())
+    return dict(_MEASURE[case.phase](bench, case), peak_bytes=peak_bytes())
   except _PROBLEMS as why:
     if case.system == 'shared' and case.phase in ('prefill', 'decode'):
       raise
@@ -159,26 +161,21 @@ def _prefill(bench, case: Case) -> Found:
 def _decode(bench, case: Case) -> Found:
   profile = case.context == bench.setting.contexts[-1]
   found = bench.decode(case.system, case.context, profile)
-  _restore(bench, case)
+  bench.restore(case.context)
   return found
 
 
 def _attention(bench, case: Case) -> Found:
   profile = case.context == bench.setting.contexts[-1]
   found = bench.attention(case.system, case.context, profile)
-  _restore(bench, case)
+  bench.restore(case.context)
   return found
 
 
 def _drafting(bench, case: Case) -> Found:
   found = bench.drafting(case.system, case.context)
-  _restore(bench, case)
-  return found
-
-
-def _restore(bench, case: Case) -> None:
-  """Puts the prompt's rows back where a case has written others."""
   bench.restore(case.context)
+  return found
 
 
 def _check(bench, case: Case) -> Found:
@@ -192,12 +189,6 @@ _MEASURE: dict[str, Callable[[Any, Case], Found]] = {
   'drafting': _drafting,
   'check': _check,
 }
-
-
-def _peak() -> int | None:
-  from glm_jax.benchmarks.context_steps import peak_bytes
-
-  return peak_bytes()
 
 
 def _selected(request: Request) -> Setting:

@@ -8,6 +8,8 @@ stdout. A case at which the process dies costs that case alone.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import pathlib
 import subprocess
@@ -16,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def answer_cases(
@@ -67,57 +69,93 @@ def ask(
   Raises:
     ValueError: the process says nothing, as where a library is missing.
   """
+  talk = functools.partial(
+    _one_process, module, folder, started=started, remedy=remedy
+  )
+  return after_deaths(talk, cases)
+
+
+def after_deaths(
+  talk: Callable[[list[dict]], Iterator[dict]], cases: Sequence[dict]
+) -> Iterator[dict]:
+  """Answers of as many processes as it takes.
+
+  Args:
+    talk: starts a process and yields its answers; one that dies at a case
+      answers it and no other.
+    cases: what is asked, in order.
+
+  Yields:
+    An answer a case.
+  """
   waiting = list(cases)
   while waiting:
     answered = 0
-    for answer in _one_process(module, folder, waiting, started, remedy):
+    for answer in talk(waiting):
       answered += 1
       yield answer
     waiting = waiting[answered:]
 
 
-def _one_process(module, folder, cases, started, remedy) -> Iterator[dict]:
+@contextlib.contextmanager
+def child_process(command: Sequence[str], log, **options):
+  """A process that is spoken to by lines; it is gone afterwards.
+
+  Args:
+    command: what to run.
+    log: file for what it writes to stderr.
+    **options: of `subprocess.Popen`.
+  """
+  child = subprocess.Popen(
+    command,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=log,
+    text=True,
+    **options,
+  )
+  try:
+    yield child
+  finally:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+      try:
+        pipe.close()
+      except BrokenPipeError:
+        pass
+
+
+def _one_process(module, folder, cases, *, started, remedy):
   """Answers of one process; the last one says how it died, if it did."""
-  with tempfile.TemporaryFile() as log:
-    child = subprocess.Popen(
-      [sys.executable, '-m', module, folder],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=log,
-      text=True,
-      cwd=_ROOT,
-    )
-    try:
-      hello = _read(child)
-      if hello is None:
-        raise ValueError(f'{module} did not start: {_last_words(log)}{remedy}')
-      started(hello)
-      for case in cases:
-        answer = _put(child, case)
-        if answer is None:
-          yield dict(problem=f'the process died: {_last_words(log)}')
-          return
-        yield answer
-    finally:
-      child.kill()
-      child.wait()
-      for pipe in (child.stdin, child.stdout):
-        try:
-          pipe.close()
-        except BrokenPipeError:
-          pass
+  command = [sys.executable, '-m', module, folder]
+  with (
+    tempfile.TemporaryFile() as log,
+    child_process(command, log, cwd=ROOT) as child,
+  ):
+    hello = read(child)
+    if hello is None:
+      raise ValueError(f'{module} did not start: {_last_words(log)}{remedy}')
+    started(hello)
+    for case in cases:
+      answer = put(child, case)
+      if answer is None:
+        yield dict(problem=f'the process died: {_last_words(log)}')
+        return
+      yield answer
 
 
-def _put(child, case: dict) -> dict | None:
+def put(child, case: dict) -> dict | None:
+  """A process's answer to a case; None once it has ended."""
   try:
     child.stdin.write(json.dumps(case) + '\n')
     child.stdin.flush()
   except BrokenPipeError:
     return None
-  return _read(child)
+  return read(child)
 
 
-def _read(child) -> dict | None:
+def read(child) -> dict | None:
   """The next answer; None once the process has ended."""
   for line in child.stdout:
     try:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from glm_jax.benchmarks.report import Request, Row
+from glm_jax.benchmarks.serve_row import serve_row
 from pallas_kernels.tiling import PAGE, cdiv
 
 OUTPUT = 64  # tokens of a long answer
@@ -172,28 +173,15 @@ def long_request(
 
 
 def _row(request: Request, case, system, record, figures) -> Row:
-  drafts = figures['drafts']
-  return Row(
-    suite='serve',
-    case=case,
-    system=system,
-    device=request.devices[0].name,
-    dtype='auto',
+  new = record.prompt_tokens - record.cached_tokens
+  return serve_row(
+    request,
+    case,
+    system,
+    figures,
     shape=f'{record.prompt_tokens} tokens, {record.output_tokens} new',
     us=1e6 * record.per_token,
-    evidence='run',
-    command=request.command,
-    date=request.date,
-    details={
-      **figures,
-      'output_tok_s': figures['output_throughput'],
-      'ttft_ms': 1e3 * record.first,
-      'tpot_ms': 1e3 * record.per_token,
-      'cached_percent': 100 * record.cached_tokens / record.prompt_tokens,
-      'accept_length': drafts and drafts['length'],
-      'prefill_tok_s': (record.prompt_tokens - record.cached_tokens)
-      / record.first,
-    },
+    prefill_tok_s=new / record.first,
   )
 
 

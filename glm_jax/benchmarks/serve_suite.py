@@ -23,10 +23,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from glm_jax.benchmarks import serve_long
 from glm_jax.benchmarks.report import Report, Request, Row
+from glm_jax.benchmarks.serve_row import serve_row
 from glm_jax.presets import PRESETS
 
 COLUMNS = {
@@ -215,7 +215,18 @@ def _report(request: Request, found: list[tuple]) -> Report:
   rows, blocks, missed = [], [], []
   for case, system, figures in found:
     base = naive.get(case) if system == 'engine' else None
-    rows.append(_row(request, case, system, figures, base))
+    output = max(figures['output_tokens'], 1)
+    rows.append(
+      serve_row(
+        request,
+        case,
+        system,
+        figures,
+        shape=f'{figures["completed"]} requests',
+        us=1e6 * figures['duration'] / output,
+        speedup=base and figures['output_throughput'] / base,
+      )
+    )
     blocks.append(f'{case}, {system}\n{benchmark.block(figures)}')
     if figures['failed']:
       missed.append(f'{case}, {system}: {figures["failed"]} requests failed')
@@ -229,30 +240,3 @@ def _report(request: Request, found: list[tuple]) -> Report:
   if naive:
     notes += ('the naive engine has random weights',)
   return ServeReport(tuple(rows), notes, tuple(missed), tuple(blocks))
-
-
-def _row(request, case, system, figures: dict[str, Any], base) -> Row:
-  output = max(figures['output_tokens'], 1)
-  input_tokens = max(figures['input_tokens'], 1)
-  drafts = figures['drafts']
-  return Row(
-    suite='serve',
-    case=case,
-    system=system,
-    device='any' if request.url else request.devices[0].name,
-    dtype='auto',
-    shape=f'{figures["completed"]} requests',
-    us=1e6 * figures['duration'] / output,
-    evidence='run',
-    command=request.command,
-    date=request.date,
-    details={
-      **figures,
-      'output_tok_s': figures['output_throughput'],
-      'ttft_ms': figures['ttft']['Median'],
-      'tpot_ms': figures['tpot']['Median'],
-      'cached_percent': 100 * figures['cached_tokens'] / input_tokens,
-      'accept_length': drafts and drafts['length'],
-      'speedup': base and figures['output_throughput'] / base,
-    },
-  )

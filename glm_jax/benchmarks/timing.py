@@ -72,21 +72,19 @@ class Timing:
     )
 
 
-def measure(call: Callable, *args, queued: int | None = None) -> Timing:
-  """Times a compiled function that donates nothing.
+def measure(call: Callable, *args) -> Timing:
+  """Times a compiled function; ten calls wait together, of 1 GiB at most.
 
   Args:
     call: of `args`, returns arrays; called twice before it is timed.
     *args: its arguments.
-    queued: calls before a wait; None for ten, fewer where their results
-      would take more than 1 GiB.
 
   Returns:
     Wall and busy times.
   """
   out = jax.block_until_ready(call(*args))
   size = sum(x.nbytes for x in jax.tree.leaves(out)) or 1
-  queued = queued or max(1, min(_QUEUED, _RESULTS // size))
+  queued = max(1, min(_QUEUED, _RESULTS // size))
   jax.block_until_ready(call(*args))
 
   def burst():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+
+from glm_jax.benchmarks.measuring import (
+  ROOT,
+  after_deaths,
+  child_process,
+  put,
+)
 
 # libtpu is a compiler here: no TPU is looked for, and several may compile.
 _SETTINGS = (
@@ -33,32 +38,20 @@ def measure_all(cases: Sequence[dict]) -> Iterator[dict]:
     Its result; where the compiler ended the process, 'error' says why and
     'cycles' has what was estimated before.
   """
-  waiting = list(cases)
-  while waiting:
-    answered = 0
-    for answer in _one_child(waiting):
-      answered += 1
-      yield answer
-    waiting = waiting[answered:]
+  return after_deaths(_one_child, cases)
 
 
 def _one_child(cases: Sequence[dict]) -> Iterator[dict]:
   """Answers of one child; the last one says how it ended, if it did."""
-  root = pathlib.Path(__file__).resolve().parents[2]
   with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
-    settings = [*_SETTINGS, f'PYTHONPATH={root}']
+    settings = [*_SETTINGS, f'PYTHONPATH={ROOT}']
     if cases[0]['profile']:
       settings.append(f'LIBTPU_INIT_ARGS={_PROFILE}{folder}')
-    child = subprocess.Popen(
-      ['env', *settings, sys.executable, '-m', __package__ + '.child', folder],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=log,
-      text=True,
-    )
-    try:
+    module = __package__ + '.child'
+    command = ['env', *settings, sys.executable, '-m', module, folder]
+    with child_process(command, log) as child:
       for case in cases:
-        answer = _ask(child, case)
+        answer = put(child, case)
         if answer is None:
           log.seek(0)
           said = _REASON.search(log.read().decode(errors='replace'))
@@ -68,29 +61,6 @@ def _one_child(cases: Sequence[dict]) -> Iterator[dict]:
           )
           return
         yield answer
-    finally:
-      child.kill()
-      child.wait()
-      for pipe in (child.stdin, child.stdout):
-        try:
-          pipe.close()
-        except BrokenPipeError:
-          pass
-
-
-def _ask(child, case: dict) -> dict | None:
-  """A child's answer to a case; None once it has ended."""
-  try:
-    child.stdin.write(json.dumps(case) + '\n')
-    child.stdin.flush()
-  except BrokenPipeError:
-    return None
-  for line in child.stdout:
-    try:
-      return json.loads(line)
-    except json.JSONDecodeError:
-      continue  # a library that prints
-  return None
 
 
 def read_cycles(folder: pathlib.Path) -> dict[str, int]:

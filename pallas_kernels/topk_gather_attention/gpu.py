@@ -20,18 +20,23 @@ from pallas_kernels.triton import params, power_of_two
 
 _KEYS = 64  # keys a tile
 _MANY = 32  # query rows from which programs take 64 heads, fewer take 16
-_PROCESSORS = 132  # of an H100 or H200; each holds one program of 64 heads
-_LOWEST = -1e30  # a running maximum that no logit is below, and not infinite
+PROCESSORS = 132  # of an H100 or H200; holding a program of 64 heads each
+LOWEST = -1e30  # a running maximum that no logit is below, and not infinite
 
 
-def _check(q, rows, row_scales, latent_width) -> None:
-  rope = q.shape[-1] - latent_width
+def check_dtypes(q, rows, row_scales) -> None:
+  """Raises `NotImplementedError` unless queries and rows are bf16."""
   if row_scales is not None or {q.dtype, rows.dtype} != {
     jnp.dtype(jnp.bfloat16)
   }:
     raise NotImplementedError(
       f'{q.dtype} queries and {rows.dtype} rows: both must be bf16'
     )
+
+
+def _check(q, rows, row_scales, latent_width) -> None:
+  check_dtypes(q, rows, row_scales)
+  rope = q.shape[-1] - latent_width
   if not power_of_two(latent_width) or not power_of_two(rope):
     raise NotImplementedError(
       f'{latent_width} latent and {rope} rotary features: both must be powers '
@@ -42,7 +47,7 @@ def _check(q, rows, row_scales, latent_width) -> None:
 def split(rows: int, heads: int, k: int) -> tuple[int, int]:
   """Heads of a program, and parts that a query row's keys are cut into."""
   some = 16 if rows < _MANY else min(64, heads)
-  room = _PROCESSORS * (64 // some) // (rows * (heads // some))
+  room = PROCESSORS * (64 // some) // (rows * (heads // some))
   # Parts are merged from float32, so there are no more than fill the card.
   parts = 1 << max(room, 1).bit_length() - 1
   return some, min(parts, pl.next_power_of_2(cdiv(k, _KEYS)))
@@ -76,7 +81,7 @@ def _kernel(
     return acc, new, total * shrink + jnp.sum(p, axis=1)
 
   zero = jnp.zeros((some,), jnp.float32)
-  start = (jnp.zeros((some, R), jnp.float32), zero + _LOWEST, zero)
+  start = (jnp.zeros((some, R), jnp.float32), zero + LOWEST, zero)
   acc, top, total = lax.fori_loop(0, tiles, tile, start)
   # Without a slot, `fill` names a row that may hold NaN: acc does not count.
   none = total == 0

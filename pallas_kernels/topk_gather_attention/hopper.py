@@ -22,15 +22,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.tiling import cdiv, round_up
-from pallas_kernels.topk_gather_attention.gpu import merge
+from pallas_kernels.topk_gather_attention.gpu import (
+  LOWEST,
+  PROCESSORS,
+  check_dtypes,
+  merge,
+)
 
 _HEADS = _KEYS = 64  # of a tile: one warpgroup's matrix operand
 _BUFFERS = 2  # tiles of rows in shared memory
 _IDS = 256  # of one copy
 _COLUMNS = 64  # of a swizzled tile: 128 bytes
-_PROCESSORS = 132  # of an H100 or H200; each holds one program
 _SHARED = 227 << 10  # bytes of a program
-_LOWEST = -1e30  # a running maximum that no logit is below, and not infinite
 _LOG2E = math.log2(math.e)
 
 
@@ -48,13 +51,8 @@ def _mosaic():
 
 
 def _check(q, rows, row_scales, latent_width, keys: int) -> None:
+  check_dtypes(q, rows, row_scales)
   width = q.shape[-1]
-  if row_scales is not None or {q.dtype, rows.dtype} != {
-    jnp.dtype(jnp.bfloat16)
-  }:
-    raise NotImplementedError(
-      f'{q.dtype} queries and {rows.dtype} rows: both must be bf16'
-    )
   if latent_width % (2 * _COLUMNS) or latent_width > 512 or width % _COLUMNS:
     raise NotImplementedError(
       f'{latent_width} latent of {width} features: multiples of '
@@ -71,7 +69,7 @@ def _check(q, rows, row_scales, latent_width, keys: int) -> None:
 
 def parts_of(programs: int, k: int) -> int:
   """Parts of a row's keys, a power of two: as many as fill the card."""
-  room = max(_PROCESSORS // programs, 1)
+  room = max(PROCESSORS // programs, 1)
   most = max(k // _KEYS, 1)
   return 1 << min(room, most).bit_length() - 1
 
@@ -263,7 +261,7 @@ def _consume(mosaic, at, refs, tiles: int, half: int, scale: float):
   zero = jnp.zeros((_HEADS,), jnp.float32)
   start = (
     cast(jnp.zeros((_HEADS, features), jnp.float32), layout),
-    cast(zero + _LOWEST, layout.reduce(1)),
+    cast(zero + LOWEST, layout.reduce(1)),
     cast(zero, layout.reduce(1)),
   )
   acc, top, total = lax.fori_loop(0, tiles, tile, start)

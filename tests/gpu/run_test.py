@@ -161,14 +161,16 @@ class RunTest(parameterized.TestCase):
   )
   def test_grouped_matmul(self, rows, width, dtype):
     """Every size of the row tiles, over GLM-5.2's and glm-nano's widths."""
-    self.same_products(expert_arguments(rows, *width, dtype), dtype)
+    self.assert_same_products(expert_arguments(rows, *width, dtype), dtype)
 
   @parameterized.parameters(('bf16', 12), ('fp8', 24))
   def test_grouped_matmul_far_into_a_pool(self, dtype, layers):
     """The last layer of 4.8 GB lies beyond what 32 bits count."""
-    self.same_products(expert_arguments(40, 2048, 6144, dtype, layers), dtype)
+    self.assert_same_products(
+      expert_arguments(40, 2048, 6144, dtype, layers), dtype
+    )
 
-  def same_products(self, case, dtype):
+  def assert_same_products(self, case, dtype):
     got, want = (
       np.float32(
         jax.jit(grouped_matmul, static_argnames='implementation')(
