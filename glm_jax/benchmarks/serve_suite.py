@@ -179,9 +179,10 @@ def _server(request: Request, flags) -> Iterator[str]:
     raise ValueError(
       f'{_SERVER} is not here: start a server and pass its --url'
     )
-  model = () if request.model is None else (f'--model={request.model}',)
-  if request.model in PRESETS:  # a configuration, which has no weights
-    model += ('--load_format=dummy',)
+  name = request.model
+  model = () if name is None else (f'--model={name}',)
+  if name and (name in PRESETS or pathlib.Path(name).is_file()):
+    model += ('--load_format=dummy',)  # a configuration has no weights
   with tempfile.TemporaryDirectory() as folder:
     ready = pathlib.Path(folder) / 'ready.json'
     command = [sys.executable, str(_SERVER), '--port=0', f'--json={ready}']
