@@ -9,7 +9,9 @@ the one of the process: a CPU host compiles for TPU slices, and a TPU host
 runs some steps on its CPU. So None stages both forms, with
 `jax.lax.platform_dependent`, and lowering drops all but one. A kernel that
 does not take the arguments (a width that no tile divides, say) leaves its
-platform to XLA, and `choices` says so.
+platform to the next one, XLA in the end, and `choices` says so. Of a GPU's
+kernels, the one that needs Hopper comes first where this process has such a
+card: a program that a host without a GPU compiles for one has the other.
 
 A Pallas kernel is never partitioned by XLA: over several devices it stands
 inside `shard_map`, or the plan asks for 'xla' by name. JAX raises otherwise.
@@ -18,13 +20,15 @@ inside `shard_map`, or the plan asks for 'xla' by name. JAX raises otherwise.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
+import jax
 from jax import lax
 
 IMPLEMENTATIONS = ('tpu', 'gpu', 'hopper', 'interpret', 'xla', 'reference')
-# Kernels, and the platform each is compiled for, in JAX's names.
-_PLATFORMS = {'tpu': 'tpu', 'gpu': 'cuda'}
+# Platforms in JAX's names, and their kernels, the preferred ones first.
+_KERNELS = {'tpu': ('tpu',), 'cuda': ('hopper', 'gpu')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Choice:
     implementation: the name of the implementation.
     reason: why it was chosen, for logs and tables.
     kernels: implementations that take its place in a program lowered for
-      their own platform.
+      their own platform, where the ones before do not take the arguments.
   """
 
   op: str
@@ -46,6 +50,16 @@ class Choice:
 
 
 _made: dict[Choice, None] = {}
+
+
+@functools.cache
+def _on_hopper() -> bool:
+  """Whether this process has a GPU of compute capability 9.0."""
+  try:
+    card = jax.devices('gpu')[0]
+  except RuntimeError:
+    return False
+  return getattr(card, 'compute_capability', None) == '9.0'
 
 
 def choose(
@@ -66,7 +80,12 @@ def choose(
     NotImplementedError: the name is known but the op has no such version.
   """
   if implementation is None:
-    kernels = tuple(name for name in _PLATFORMS if name in available)
+    kernels = tuple(
+      name
+      for names in _KERNELS.values()
+      for name in names
+      if name in available and (name != 'hopper' or _on_hopper())
+    )
     reason = 'plain XLA runs on every backend'
     if kernels:
       reason += f'; {" and ".join(kernels)} have a kernel'
@@ -99,25 +118,33 @@ def run(choice: Choice, available: Mapping[str, Callable], *args, **options):
   if not choice.kernels:
     _made[choice] = None
     return call(choice.implementation, *args)
-  refused = {}
+  refused, taken = {}, []
 
-  def attempt(name, *args):
-    try:
-      return call(name, *args)
-    except NotImplementedError as error:
-      refused[name] = str(error)
-      return call(choice.implementation, *args)
+  def attempt(names, *args):
+    for name in names:
+      try:
+        out = call(name, *args)
+      except NotImplementedError as error:
+        refused[name] = str(error)
+      else:
+        taken.append(name)
+        return out
+    return call(choice.implementation, *args)
 
-  branch = lambda name: lambda *args: attempt(name, *args)
+  branches = {}
+  for platform, known in _KERNELS.items():
+    names = [name for name in known if name in choice.kernels]
+    if names:
+      branches[platform] = functools.partial(attempt, names)
   out = lax.platform_dependent(
     *args,
     default=lambda *args: call(choice.implementation, *args),
-    **{_PLATFORMS[name]: branch(name) for name in choice.kernels},
+    **branches,
   )
   reason = choice.reason
   for name, why in refused.items():
     reason += f'; the {name} kernel does not take this: {why}'
-  kernels = tuple(name for name in choice.kernels if name not in refused)
+  kernels = tuple(name for name in choice.kernels if name in taken)
   _made[dataclasses.replace(choice, reason=reason, kernels=kernels)] = None
   return out
 

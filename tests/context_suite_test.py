@@ -221,7 +221,7 @@ class StepsTest(parameterized.TestCase):
     bench = Bench(setting, lambda line: None)
     bench.prefill(192)
     self.assertLen(bench.walls, 3)
-    _, logits = bench._greedy(192, None)
+    _, logits = bench._greedy(192)
     prompt = bench.tokens[: 192 - setting.room + 1]
     want = jax.jit(lambda m: forward(m, prompt).logits[0, -1])(
       bench.model('shared')
@@ -256,13 +256,16 @@ class SuiteTest(parameterized.TestCase):
   @pytest.mark.long
   def test_dry_run(self):
     folder = pathlib.Path(tempfile.mkdtemp(prefix='context_'))
-    saved = []
+    saved, lines = [], []
     request = Request(
       'run', (HERE,), systems=('auto',), model='tiny', save=saved.append
     )
     suite = load_suite('context')
-    report = suite.run(request, lambda line: None)
+    report = suite.run(request, lines.append)
     self.assertLen(saved, len(report.rows))
+    # Nothing is compiled once something is measured.
+    first = lines.index('shared prefill_128')
+    self.assertNotIn('compiled in', ' '.join(lines[first:]))
     for row in report.rows:
       self.assertNotIn('problem', row.details)
       self.assertTrue(row.us or row.case == 'check_128', row)

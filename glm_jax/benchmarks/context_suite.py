@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from glm_jax.benchmarks import context_report
@@ -68,9 +68,11 @@ def run(request: Request, log: Callable[[str], None]) -> Report:
   left = float('inf') if request.max_seconds is None else request.max_seconds
   end = time.monotonic() + left
   bench = Bench(setting, log)
+  chosen = list(cases(setting, systems))
+  bench.prepare(programs(setting, chosen))
   found: dict[Case, Found] = {}
   late = []
-  for case in cases(setting, systems):
+  for case in chosen:
     if time.monotonic() > end and found:
       late.append(case.name)
       continue
@@ -108,6 +110,23 @@ def cases(setting: Setting, systems: tuple[str, ...]) -> Iterator[Case]:
     yield Case('drafting', 'shared', context)
 
 
+def programs(setting: Setting, chosen: Sequence[Case]) -> list:
+  """Names of the programs that cases need, each once."""
+  from glm_jax.benchmarks.context_steps import Name
+
+  names = []
+  for phase, system, context in chosen:
+    if phase == 'prefill':
+      widths = [c for c in setting.contexts if c <= context]
+      names += [Name(system, phase, width) for width in widths]
+    elif phase == 'check':
+      for step in ('prefill', 'decode'):
+        names.append(Name(system, step, context, 'xla'))
+    else:
+      names.append(Name(system, phase, context))
+  return list(dict.fromkeys(names))
+
+
 def _measured(bench, case: Case) -> Found:
   """One case; a problem of another system than `shared` ends that case."""
   from glm_jax.benchmarks.context_steps import peak_bytes
@@ -137,10 +156,7 @@ def _prefill(bench, case: Case) -> Found:
     )
   walls = []
   for first in sampled:
-    known = len(bench.compiled)
     name, seconds = bench.chunk(case.system, first)
-    if len(bench.compiled) > known:  # the first call loads a program
-      name, seconds = bench.chunk(case.system, first)
     if seconds < _QUICK_SECONDS:
       more = [bench.chunk(case.system, first)[1] for _ in range(_REPEATS - 1)]
       seconds = min(seconds, *more)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,29 @@ class RunTest(parameterized.TestCase):
     (choice,) = [c for c in choices() if c.op == 'refused']
     self.assertEqual((choice.implementation, choice.kernels), ('xla', ()))
     self.assertIn('only on Sundays', choice.reason)
+
+  @parameterized.parameters(
+    (True, False, 'cosine', ('hopper',)),
+    (True, True, 'tanh', ('gpu',)),
+    (False, False, 'tanh', ('gpu',)),
+  )
+  def test_hopper_comes_first_where_there_is_one(self, here, refuse, op, kept):
+    def hopper(x):
+      if refuse:
+        raise NotImplementedError('too wide')
+      return jnp.cos(x)
+
+    available = {'xla': doubled, 'gpu': jnp.tanh, 'hopper': hopper}
+    with mock.patch.object(dispatch, '_on_hopper', return_value=here):
+      name = f'hopper_{here}_{refuse}'
+      f = lambda x: dispatch.run(choose(name, None, available), available, x)
+      text = self.lowered(f, 'cuda')
+      for other in ('cosine', 'tanh'):
+        self.assertEqual(f'stablehlo.{other}' in text, other == op)
+      self.assertNotIn('stablehlo.cosine', self.lowered(f, 'cpu'))
+    (choice,) = [c for c in choices() if c.op == name]
+    self.assertEqual(choice.kernels, kept)
+    self.assertEqual('too wide' in choice.reason, refuse)
 
   def test_a_named_kernel_runs_or_raises(self):
     available = {'xla': doubled, 'tpu': doubled_on_tpu}
