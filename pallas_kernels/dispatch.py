@@ -48,6 +48,11 @@ class Choice:
   reason: str
   kernels: tuple[str, ...] = ()
 
+  def on(self, platform: str) -> str:
+    """What runs in a program lowered for a platform ('tpu', 'cuda')."""
+    own = (k for k in _KERNELS.get(platform, ()) if k in self.kernels)
+    return next(own, self.implementation)
+
 
 _made: dict[Choice, None] = {}
 
@@ -156,3 +161,9 @@ def choices() -> tuple[Choice, ...]:
   not counted again.
   """
   return tuple(_made)
+
+
+def chosen() -> list[str]:
+  """'op: implementation' of the choices, on this process's platform."""
+  platform = {'gpu': 'cuda'}.get(jax.default_backend(), jax.default_backend())
+  return sorted({f'{c.op}: {c.on(platform)}' for c in _made})

@@ -35,7 +35,7 @@ from glm_jax.benchmarks.timing import measure
 from glm_jax.config import ModelConfig
 from glm_jax.plan import LocalPlan
 from glm_jax.validation.compare import row_errors, set_violations, tolerance_of
-from pallas_kernels.dispatch import choices
+from pallas_kernels.dispatch import chosen
 
 
 def time_layers(case: LayerCase, kind: str, weights: dict) -> dict[str, Any]:
@@ -205,18 +205,7 @@ class JaxMeasure:
         found = compare(case, request['systems'], self.weights, self.folder)
       else:
         found = time_layers(case, request['kind'], self.weights)
-    return dict(found, chosen=_chosen())
-
-
-def _chosen() -> list[str]:
-  """The implementation of each op on this platform, as the ops chose."""
-  on = {'gpu': 'gpu', 'cuda': 'gpu', 'tpu': 'tpu'}.get(jax.default_backend())
-  return sorted(
-    {
-      f'{c.op}: {on if on in c.kernels else c.implementation}'
-      for c in choices()
-    }
-  )
+    return dict(found, chosen=chosen())
 
 
 def main() -> None:

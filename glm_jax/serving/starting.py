@@ -136,10 +136,6 @@ def start_engine(
   served.wait_until_ready()
   shapes = len(buckets(config).all())
   log(f'compiled {shapes} shapes in {time.perf_counter() - begin:.1f} s')
-  for choice in dict.fromkeys(
-    (c.op, c.implementation, c.kernels) for c in dispatch.choices()
-  ):
-    op, implementation, kernels = choice
-    others = f', kernels for {", ".join(kernels)}' if kernels else ''
-    log(f'{op}: {implementation}{others}')
+  for line in dispatch.chosen():
+    log(line)
   return served

@@ -34,6 +34,7 @@ WIDEST = 16384  # scores that the registers of a program hold
 _NARROW = 8192  # of a row that is searched as it is
 _CHUNK = 2048  # scores of a wide row that a program compares at once
 _ROWS_AT_ONCE = 4  # of [S / G, G]: enough loads in flight
+_FEW = 16  # rows of [S / G, G] that one program reads as fast as the card
 _PROGRAMS = 512  # that fill the card
 
 
@@ -108,11 +109,16 @@ def _bound_kernel(s_ref, o_ref, *, k, interpret):
   o_ref[row] = kth_key(sort_keys(top)[None], k)[0]
 
 
-def _reach(s_ref, row, at, bound):
-  """A chunk's scores, and which of them reach the bound."""
-  scores = s_ref[row, pl.ds(at, _CHUNK)]
+def _compare(scores, bound):
+  """Keys of scores, and which of them reach the bound."""
   keys = sort_keys(scores)
-  return scores, keys, (keys >= bound) & (keys > 0)
+  return keys, (keys >= bound) & (keys > 0)
+
+
+def _reach(s_ref, row, at, bound):
+  """A chunk's scores, their keys, and which of them reach the bound."""
+  scores = s_ref[row, pl.ds(at, _CHUNK)]
+  return scores, *_compare(scores, bound)
 
 
 def _count_kernel(s_ref, bound_ref, o_ref, *, interpret):
@@ -129,23 +135,31 @@ def _count_kernel(s_ref, bound_ref, o_ref, *, interpret):
   o_ref[row, part] = jnp.sum(lax.fori_loop(0, size // _CHUNK, add, start))
 
 
-def _collect_kernel(s_ref, bound_ref, before_ref, *refs, interpret):
+def _collect_kernel(s_ref, bound_ref, before_ref, *refs, chunk, interpret):
   """Writes a part's candidates; the last part says how many a row has."""
   positions_ref, scores_ref, count_ref = refs
   row, part = pl.program_id(0), pl.program_id(1)
   parts = before_ref.shape[1]
   size = s_ref.shape[1] // parts
+  chunks = size // chunk
   bound = bound_ref[row]
+  # The mask changes nothing but hides from Triton that the scores stand side
+  # by side: loaded four a thread, all of them and all addresses would pass
+  # through shared memory to the layout of the scattered stores.
+  place = lax.broadcasted_iota(jnp.int32, (chunk,), 0) & (chunk - 1)
+  ids_of = lambda i: part * size + i * chunk + place
 
-  def add(i, before):
-    at = part * size + i * _CHUNK
-    scores, _, reached = _reach(s_ref, row, at, bound)
-    ids = at + lax.broadcasted_iota(jnp.int32, (_CHUNK,), 0)
+  def add(i, carry):
+    before, scores = carry
+    # On its way while this chunk is counted; the last is read twice.
+    ahead = s_ref[row, ids_of(jnp.minimum(i + 1, chunks - 1))]
+    _, reached = _compare(scores, bound)
     out = (positions_ref, scores_ref)
-    _append(out, row, before, reached, (ids, scores), interpret)
-    return before + jnp.sum(reached.astype(jnp.int32))
+    _append(out, row, before, reached, (ids_of(i), scores), interpret)
+    return before + jnp.sum(reached.astype(jnp.int32)), ahead
 
-  total = lax.fori_loop(0, size // _CHUNK, add, before_ref[row, part])
+  start = before_ref[row, part], s_ref[row, ids_of(0)]
+  total, _ = lax.fori_loop(0, chunks, add, start)
 
   def last():
     count_ref[row] = total
@@ -226,9 +240,13 @@ def lower_bound(
   """
   T, S = scores.shape
   groups = _groups(k)
+  scores = scores.reshape(T, S // groups, groups)
+  if T * 4 <= _PROGRAMS and S // groups >= _FEW:
+    # A program a row would leave most of the card idle: XLA's spread better.
+    scores = jnp.max(scores, axis=1, keepdims=True)
   return _call(
     functools.partial(_bound_kernel, k=k),
-    scores.reshape(T, S // groups, groups),
+    scores,
     grid=(T,),
     out=[((T,), jnp.uint32)],
     name='select_bound',
@@ -260,16 +278,17 @@ def _wide(scores: jax.Array, k: int, interpret: bool):
       width=_CHUNK,
     )[0]
     before = jnp.cumsum(count, axis=1) - count
+  chunk = _CHUNK if S % (2 * _CHUNK * some) else 2 * _CHUNK
   buffer = (T, groups + 1)
   candidates = call(
-    _collect_kernel,
+    functools.partial(_collect_kernel, chunk=chunk),
     scores,
     bound,
     before,
     grid=(T, some),
     out=[(buffer, jnp.int32), (buffer, jnp.float32), ((T,), jnp.int32)],
     name='select_collect',
-    width=_CHUNK,
+    width=chunk,
   )
   return call(
     functools.partial(_among_kernel, k=k),

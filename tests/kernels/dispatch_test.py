@@ -160,6 +160,8 @@ class RunTest(parameterized.TestCase):
       self.assertNotIn('stablehlo.cosine', self.lowered(f, 'cpu'))
     (choice,) = [c for c in choices() if c.op == name]
     self.assertEqual(choice.kernels, kept)
+    self.assertEqual(choice.on('cuda'), kept[0])
+    self.assertEqual(choice.on('cpu'), 'xla')
     self.assertEqual('too wide' in choice.reason, refuse)
 
   def test_a_named_kernel_runs_or_raises(self):
