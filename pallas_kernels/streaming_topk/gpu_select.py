@@ -34,7 +34,7 @@ WIDEST = 16384  # scores that the registers of a program hold
 _NARROW = 8192  # of a row that is searched as it is
 _CHUNK = 2048  # scores of a wide row that a program compares at once
 _ROWS_AT_ONCE = 4  # of [S / G, G]: enough loads in flight
-_FEW = 16  # rows of [S / G, G] that one program reads as fast as the card
+_SHARED = 16  # of [S / G, G]: fewer are not worth a launch of their own
 _PROGRAMS = 512  # that fill the card
 
 
@@ -241,8 +241,9 @@ def lower_bound(
   T, S = scores.shape
   groups = _groups(k)
   scores = scores.reshape(T, S // groups, groups)
-  if T * 4 <= _PROGRAMS and S // groups >= _FEW:
-    # A program a row would leave most of the card idle: XLA's spread better.
+  if T * 8 <= _PROGRAMS and S // groups >= max(T, _SHARED):
+    # So few programs leave most of the card idle: XLA spreads the maxima over
+    # all of it, 64 groups a block. Its blocks are short where rows are short.
     scores = jnp.max(scores, axis=1, keepdims=True)
   return _call(
     functools.partial(_bound_kernel, k=k),

@@ -92,7 +92,7 @@ class SelectTest(parameterized.TestCase):
     scores[3, 1::3] = np.where(np.arange(size)[1::3] % 2, 0.0, -0.0)
     scores[4, :9] = np.nan
     scores = select_reference.comparable(jnp.asarray(scores))
-    sizes = dict(_NARROW=narrow, _CHUNK=64, _PROGRAMS=programs)
+    sizes = dict(_NARROW=narrow, _CHUNK=64, _SHARED=8, _PROGRAMS=programs)
     with mock.patch.multiple(gpu_select, **sizes):
       positions, winners = gpu_select.select(scores, k, interpret=True)
     for row, got, value in zip(np.asarray(scores), positions, winners):
@@ -112,6 +112,19 @@ class SelectTest(parameterized.TestCase):
     for row, key in zip(jnp.asarray(scores, jnp.float32), bound):
       reached = int(jnp.sum(threshold.sort_keys(row) >= key))
       self.assertBetween(reached, 64, 128)
+
+  @parameterized.named_parameters(('of_few_rows', 512), ('of_many', 1))
+  def test_a_bound_is_the_kth_of_the_groups(self, programs):
+    scores = np.random.default_rng(3).normal(size=(2, 4096))
+    scores = jnp.asarray(scores, jnp.float32)
+    bound = lambda s: gpu_select.lower_bound(s, 64, interpret=True)
+    with mock.patch.object(gpu_select, '_PROGRAMS', programs):
+      shared = 'reduce_max' in str(jax.make_jaxpr(bound)(scores))
+      got = bound(scores)
+    self.assertEqual(shared, programs > 1)
+    tops = np.asarray(scores).reshape(2, 32, 128).max(axis=1)
+    want = threshold.sort_keys(jnp.asarray(np.sort(tops)[:, -64]))
+    np.testing.assert_array_equal(got, want)
 
   def test_programs_share_few_rows(self):
     self.assertEqual(gpu_select.parts(1, 1 << 20), 128)
