@@ -8,7 +8,7 @@ heads, 64 keys) and half of the output's features: 128 registers a thread.
 Triton waits for a tile's rows before it multiplies (gpu.py).
 
 Pallas has copies of rows chosen by an index on Blackwell alone, hence the
-inline code. Compiled for an H200, not run yet: asked for by name only.
+inline code. It is the choice where this process has a Hopper GPU (dispatch.py).
 """
 
 from __future__ import annotations
