@@ -68,18 +68,19 @@ def run(request: Request, log: Callable[[str], None]) -> Report:
   left = float('inf') if request.max_seconds is None else request.max_seconds
   end = time.monotonic() + left
   bench = Bench(setting, log)
-  chosen = list(cases(setting, systems))
-  bench.prepare(programs(setting, chosen))
   found: dict[Case, Found] = {}
   late = []
-  for case in chosen:
-    if time.monotonic() > end and found:
-      late.append(case.name)
-      continue
-    log(f'{case.system} {case.name}')
-    found[case] = _measured(bench, case)
-    if request.save is not None:
-      request.save(context_report.report(request, setting, found))
+  for part in parts(list(cases(setting, systems))):
+    if time.monotonic() <= end or not found:
+      bench.prepare(programs(setting, part))
+    for case in part:
+      if time.monotonic() > end and found:
+        late.append(case.name)
+        continue
+      log(f'{case.system} {case.name}')
+      found[case] = _measured(bench, case)
+      if request.save is not None:
+        request.save(context_report.report(request, setting, found))
   return context_report.report(request, setting, found, late)
 
 
@@ -108,6 +109,12 @@ def cases(setting: Setting, systems: tuple[str, ...]) -> Iterator[Case]:
     for system in ('shared', *rest):
       yield Case('attention', system, context)
     yield Case('drafting', 'shared', context)
+
+
+def parts(chosen: list[Case]) -> tuple[list[Case], list[Case]]:
+  """What goals are set for, and the rest; programs are compiled by part."""
+  first = next(i for i, case in enumerate(chosen) if case.phase == 'check')
+  return chosen[:first], chosen[first:]
 
 
 def programs(setting: Setting, chosen: Sequence[Case]) -> list:

@@ -20,8 +20,7 @@ from glm_jax.config import FULL, ModelConfig
 from glm_jax.presets import PRESETS
 
 KINDS = ('full', 'shared')
-GROUP = 'group'  # a full layer and three shared ones in one program
-GROUP_LAYERS = 4
+TOGETHER = 4  # layers of a kind in one program of ours, at decode
 JAX = 'jax'
 TORCH = ('torch_eager', 'torch_sdpa', 'torch_static')
 SYSTEMS = (JAX, *TORCH)

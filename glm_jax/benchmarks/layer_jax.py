@@ -17,13 +17,12 @@ import numpy as np
 from glm_jax.benchmarks import layer_cases
 from glm_jax.benchmarks.layer_cases import (
   CASES,
-  GROUP,
-  GROUP_LAYERS,
   LayerCase,
 )
 from glm_jax.benchmarks.layer_programs import (
   Program,
   layer_program,
+  layers_together,
   lower,
   make_layer,
   rows_of,
@@ -53,7 +52,7 @@ def time_layers(case: LayerCase, kind: str, weights: dict) -> dict[str, Any]:
     return out
 
   timing = measure(call)
-  count = GROUP_LAYERS if kind == GROUP else 1
+  count = layers_together(case)
   per = lambda seconds: None if seconds is None else 1e6 * seconds / count
   top = list(timing.kernels.items())[:20]
   return dict(
@@ -66,18 +65,18 @@ def time_layers(case: LayerCase, kind: str, weights: dict) -> dict[str, Any]:
     queued=timing.queued,
     repeats=timing.repeats,
     layers_in_program=count,
-    **_memory(compiled),
+    **_memory(compiled, count),
   )
 
 
-def _memory(compiled) -> dict[str, float | None]:
-  """GiB of a program, and of the process so far."""
+def _memory(compiled, layers: int) -> dict[str, float | None]:
+  """GiB of a program, a layer of it, and of the process so far."""
   found, gib = {}, 2**30
   sizes = compiled.memory_analysis()
   if sizes is not None:
     held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     held -= sizes.alias_size_in_bytes
-    found['peak_gib'] = (held + sizes.temp_size_in_bytes) / gib
+    found['peak_gib'] = (held + sizes.temp_size_in_bytes) / gib / layers
     found['temporaries_gib'] = sizes.temp_size_in_bytes / gib
   device = jax.devices()[0].memory_stats() or {}
   if 'peak_bytes_in_use' in device:

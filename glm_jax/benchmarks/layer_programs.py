@@ -1,9 +1,9 @@
 """The model's own block without its MLP, as programs that suite `layer` runs.
 
-A program is one layer, or the four of a group, as a step of the model runs
-them: the cache is donated and comes back, pages lie in random order, rotary
-tables and addresses are made once for all layers, and the ops choose their
-kernels.
+A program is one layer, or four of a kind at decode, as a step of the model
+runs them: the cache is donated and comes back, pages lie in random order,
+rotary tables and addresses are made once for all layers, and the ops choose
+their kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from glm_jax.benchmarks import layer_cases
-from glm_jax.benchmarks.layer_cases import GROUP, GROUP_LAYERS, LayerCase
+from glm_jax.benchmarks.layer_cases import TOGETHER, LayerCase
 from glm_jax.block import Block, LayerIds, StepContext
 from glm_jax.cache import (
   Cache,
@@ -28,7 +28,7 @@ from glm_jax.cache import (
   write_index_keys,
   write_rows,
 )
-from glm_jax.config import DENSE, FULL, SHARED, ModelConfig, MtpConfig
+from glm_jax.config import DENSE, FULL, ModelConfig, MtpConfig
 from glm_jax.indexer import Indexer
 from glm_jax.layers import Init, RMSNorm
 from glm_jax.mla import Mla
@@ -86,9 +86,14 @@ def make_layer(
   return layer
 
 
+def layers_together(case: LayerCase) -> int:
+  """Layers of a timed program: few rows leave the launch of one to be seen."""
+  return TOGETHER if case.phase == 'decode' else 1
+
+
 def cut(config: ModelConfig, layers: int) -> ModelConfig:
-  """A model whose cache holds one layer, or one group."""
-  kinds = (FULL,) + (SHARED,) * (layers - 1)
+  """A model whose cache holds full layers alone."""
+  kinds = (FULL,) * layers
   return dataclasses.replace(
     config,
     indexer_types=kinds,
@@ -118,7 +123,7 @@ def _randomise(pool: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def random_cache(case: LayerCase, layers: int, *, full: bool) -> Cache:
-  """A cache of normal numbers; a shared layer alone has no index keys."""
+  """A cache of normal numbers; shared layers have no index keys."""
   cache = empty_cache(case, layers)
   keys = cache.index_keys if full else cache.index_keys[:0]
   return dataclasses.replace(
@@ -173,7 +178,7 @@ class Program:
       kept = {}
       for i, layer in enumerate(jax.tree.unflatten(treedef, leaves)):
         x, cache, selection, found = layer(
-          x, cache, selection, LayerIds(i, 0, 0), None, context, replay
+          x, cache, selection, LayerIds(i, i, 0), None, context, replay
         )
         kept |= found
       return x, cache, kept
@@ -197,17 +202,14 @@ def layer_program(
 
   Args:
     case: the case.
-    kind: 'full', 'shared' or 'group'.
+    kind: 'full' or 'shared'.
     weights: of `layer_cases.weights`; every layer gets a copy.
 
   Returns:
     The program and the arguments of its step.
   """
-  count = GROUP_LAYERS if kind == GROUP else 1
-  full = kind != SHARED
-  layers = [
-    make_layer(case.config, weights, full=full and i == 0) for i in range(count)
-  ]
+  count, full = layers_together(case), kind == FULL
+  layers = [make_layer(case.config, weights, full=full) for _ in range(count)]
   program, rows = Program(layers), rows_of(case)
   selection = None
   if not full:

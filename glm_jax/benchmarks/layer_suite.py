@@ -18,7 +18,6 @@ from typing import Any
 
 from glm_jax.benchmarks.layer_cases import (
   CASES,
-  GROUP,
   JAX,
   KINDS,
   PARITY,
@@ -60,10 +59,11 @@ NOTES = (
   'addresses of rows are made once for all layers and are not in the time',
   'torch_eager and torch_sdpa: DynamicCache held at one length, so that cuDNN '
   'plans once, in the warm-up; torch_static: sdpa, StaticCache',
-  'mean is of all layers of the model, 21 full and 57 shared; group is one '
-  'full and three shared layers in one program, a layer of it',
+  'mean is of all layers of the model, 21 full and 57 shared',
+  "a model's step is one program of jax, so that a decode layer is a quarter "
+  'of a program of four layers of its kind; PyTorch launches every layer',
   "peak_gib, of one layer and its cache: of torch the allocator's largest "
-  'during the steps, of jax what the program needs; of group four layers',
+  'during the steps, of jax what the program needs, a layer of it',
 )
 
 
@@ -194,14 +194,11 @@ def _requests(
     if compared and JAX in systems:
       asked.append(dict(what='parity', case=case.name, systems=compared))
   for case in cases:
-    # One program of four layers shows what launches cost, at decode.
-    group = (GROUP,) if case.phase == 'decode' else ()
     mine = [s for s in forms(case) if s in systems] if torch else [JAX]
-    kinds = KINDS if torch else KINDS + group
     asked += [
       dict(what='time', case=case.name, system=system, kind=kind)
       for system in mine
-      for kind in kinds
+      for kind in KINDS
     ]
   return asked if any(a['what'] == 'time' for a in asked) else []
 
@@ -247,7 +244,7 @@ def report(
   parity, missed = _parity(answers)
   rows = []
   for case in cases:
-    for kind in (*KINDS, MEAN, GROUP):
+    for kind in (*KINDS, MEAN):
       for system in SYSTEMS:
         answer = times.get((case.name, kind, system))
         if answer is None:

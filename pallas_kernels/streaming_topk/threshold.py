@@ -61,21 +61,26 @@ def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
   Args:
     scores: [..., S] float32.
     k: at least 1.
-    one_row: of one row: skip the search for the last tie where all ties at
-      the threshold are chosen.
+    one_row: of one row: skip the search for the threshold where no more
+      than k are valid, and for the last tie where all ties are chosen.
 
   Returns:
     [..., S] bool.
   """
   S = scores.shape[-1]
   keys = sort_keys(scores)
-  bound = kth_key(keys, k)
+  start = jnp.zeros(scores.shape[:-1], jnp.uint32)
+  bound = lambda: kth_key(keys, k)
+  if one_row:
+    all_chosen = jnp.sum(_count(keys > 0)) <= k
+    bound = lax.cond(all_chosen, lambda: start, bound)
+  else:
+    bound = bound()
   above = keys > bound[..., None]
   equal = (keys == bound[..., None]) & (keys > 0)
   wanted = k - _count(above)
   place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
   place = place.astype(jnp.uint32)
-  start = jnp.zeros(scores.shape[:-1], jnp.uint32)
   # The largest position before which fewer than the wanted ties stand.
   few = lambda at: _count(equal & (place < at[..., None])) < wanted
   search = lambda: _search(start, max(S - 1, 1).bit_length(), few)

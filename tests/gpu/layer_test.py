@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from glm_jax.benchmarks import layer_cases
-from glm_jax.benchmarks.layer_cases import CASES, GROUP, KINDS
+from glm_jax.benchmarks.layer_cases import CASES, KINDS
 from glm_jax.benchmarks.layer_programs import layer_program, lower
 from glm_jax.config import SHARED
 from glm_jax.presets import PRESETS
@@ -52,8 +52,7 @@ class LayerTest(parameterized.TestCase):
   @parameterized.named_parameters(
     (f'_{name}_{kind}', name, kind)
     for name in ('decode_128k_b1', 'decode_512k_b8', 'prefill_16k')
-    for kind in (*KINDS, GROUP)
-    if kind != GROUP or name.startswith('decode')
+    for kind in KINDS
   )
   def test_layer(self, name, kind):
     program, cache = compiled(name, kind)
