@@ -73,9 +73,14 @@ def reuse_cases(window: int) -> list[ReuseCase]:
 
 
 def long_flags(window: int) -> tuple[str, ...]:
-  """Of a server whose device holds one prompt, and its host two."""
+  """Of a server whose device holds one prompt, and its host two.
+
+  It serves one length alone, and so compiles two shapes and not dozens.
+  """
   return (
     '--max_num_seqs=1',
+    '--compact_shapes=true',
+    f'--max_num_batched_tokens={min(2048, window // 4)}',
     f'--num_gpu_blocks_override={cdiv(window, PAGE) + 2}',
     f'--kv_offloading_size={_HOST_GIB * window / 1024}',
   )
