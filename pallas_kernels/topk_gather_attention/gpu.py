@@ -21,6 +21,7 @@ from pallas_kernels.triton import params, power_of_two
 _KEYS = 64  # keys a tile
 _MANY = 32  # query rows from which programs take 64 heads, fewer take 16
 PROCESSORS = 132  # of an H100 or H200; holding a program of 64 heads each
+_MERGED = 128  # features of a program that merges parts
 LOWEST = -1e30  # a running maximum that no logit is below, and not infinite
 
 
@@ -131,25 +132,62 @@ def topk_gather_attention(
     jnp.pad(q, ((0, 0), (0, padded - N), (0, 0))),
     rows,
   )
-  return merge(out[:, :, :N], lse[:, :, :N], q.dtype)
+  return merge(out, lse, N, q.dtype, interpret=interpret)
+
+
+def _merge_kernel(out_ref, lse_ref, o_ref, total_ref):
+  """Some features of one head of one query row."""
+  row, head, some = (pl.program_id(i) for i in range(3))
+  width = math.gcd(o_ref.shape[2], _MERGED)
+  lse = lse_ref[row, :, head]
+  top = jnp.max(lse)
+  top = jnp.where(top > -jnp.inf, top, 0)
+  weight = jnp.exp(lse - top)
+  total = jnp.sum(weight)
+  none = total == 0
+  features = pl.ds(some * width, width)
+  values = weight[:, None] * out_ref[row, :, head, features]
+  merged = jnp.sum(values, axis=0) / jnp.where(none, 1, total)
+  o_ref[row, head, features] = merged.astype(o_ref.dtype)
+  lse = jnp.where(none, -jnp.inf, top + jnp.log(jnp.where(none, 1, total)))
+
+  def write():
+    total_ref[row, head] = lse
+
+  pl.when(some == 0)(write)
 
 
 def merge(
-  out: jax.Array, lse: jax.Array, dtype: jnp.dtype
+  out: jax.Array,
+  lse: jax.Array,
+  heads: int,
+  dtype: jnp.dtype,
+  *,
+  interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention over all keys from that over parts of them.
+  """Attention over all keys from that over parts of them, in one launch.
 
   Args:
-    out: [T, parts, N, R]; zeros where a part has no key.
+    out: [T, parts, N, R]; zeros where a part has no key. A power of two parts.
     lse: [T, parts, N] float32; -inf there.
+    heads: of the N, how many are wanted.
     dtype: of the result.
+    interpret: run on any backend, slowly.
 
   Returns:
-    [T, N, R], [T, N] float32.
+    [T, heads, R], [T, heads] float32.
   """
-  if out.shape[1] == 1:
-    return out[:, 0].astype(dtype), lse[:, 0]
-  total = jax.nn.logsumexp(lse, axis=1)
-  weight = jnp.exp(lse - jnp.where(total > -jnp.inf, total, 0)[:, None])
-  merged = jnp.sum(weight[..., None] * out, axis=1)
-  return merged.astype(dtype), total
+  T, parts, _, R = out.shape
+  if parts == 1:
+    return out[:, 0, :heads].astype(dtype), lse[:, 0, :heads]
+  return pl.pallas_call(
+    _merge_kernel,
+    grid=(T, heads, R // math.gcd(R, _MERGED)),
+    out_shape=(
+      jax.ShapeDtypeStruct((T, heads, R), dtype),
+      jax.ShapeDtypeStruct((T, heads), jnp.float32),
+    ),
+    compiler_params=None if interpret else params(4, 1),
+    interpret=interpret,
+    name='merge_parts',
+  )(out, lse)

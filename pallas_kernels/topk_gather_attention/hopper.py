@@ -344,4 +344,4 @@ def topk_gather_attention(
     jnp.pad(q, ((0, 0), (0, padded - N), (0, 0))),
     rows,
   )
-  return merge(out[:, :, :N], lse[:, :, :N], q.dtype)
+  return merge(out, lse, N, q.dtype)

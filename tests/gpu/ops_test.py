@@ -137,7 +137,9 @@ class OpsTest(parameterized.TestCase):
     spec = arg_spec('topk_gather_attention', case, 'bf16')
     found = compiled(spec, 'hopper')
     self.assertIn('mosaic_gpu', found.as_text())
-    self.assertNotIn(TRITON, found.as_text())
+    # Parts of few rows are merged by one launch.
+    merged = int(spec.rows <= 64)
+    self.assertEqual(found.as_text().count(TRITON), merged)
 
   def test_without_a_kernel_it_is_xla(self):
     spec = arg_spec('topk_gather_attention', 'tiny', 'fp8')
