@@ -84,7 +84,8 @@ def topk_gather_attention(
     scale: softmax scale; there is no default, since the latent's width is
       not the head's.
     latent_width: R.
-    implementation: None, 'tpu', 'gpu', 'interpret', 'xla' or 'reference'.
+    implementation: None, 'tpu', 'gpu' (Triton), 'hopper' (Mosaic GPU),
+      'interpret', 'xla' or 'reference'.
     block_bytes: bytes of gathered rows and logits at once ('reference' alone
       gathers all).
 
