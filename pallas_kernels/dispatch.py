@@ -165,5 +165,6 @@ def choices() -> tuple[Choice, ...]:
 
 def chosen() -> list[str]:
   """'op: implementation' of the choices, on this process's platform."""
-  platform = {'gpu': 'cuda'}.get(jax.default_backend(), jax.default_backend())
+  backend = jax.default_backend()
+  platform = 'cuda' if backend == 'gpu' else backend
   return sorted({f'{c.op}: {c.on(platform)}' for c in _made})

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,8 +83,8 @@ class Bench:
     self.tokens = random_tokens(setting)
     make = lambda key: init_model(setting.config, key)
     self._models = {'shared': jax.jit(make)(jax.random.key(0))}
-    self.compiled: dict[tuple, Any] = {}
-    self._ran: set[tuple] = set()
+    self.compiled: dict[Name, Any] = {}
+    self._ran: set[Name] = set()
     pages = setting.contexts[-1] // PAGE
     dtype = 'f32' if setting.config.dtype == 'float32' else 'auto'
     self.cache = init_cache(setting.config, pages, dtype=dtype)
@@ -127,15 +127,11 @@ class Bench:
     self.cache = dataclasses.replace(self.cache, index_keys=keys)
     self._using = owner
 
-  def width(self, tokens: int) -> int:
-    """The smallest context that holds so many tokens."""
-    return min(c for c in self.setting.contexts if c >= tokens)
-
   def table(self, context: int) -> jax.Array:
     """[1, n] its pages."""
     return self._table[:, : context // PAGE]
 
-  def prepare(self, names: Iterable[Name]) -> None:
+  def prepare(self, names: Sequence[Name]) -> None:
     """Compiles programs side by side, before anything is timed."""
     if any(name.system == 'dense' for name in names):
       self.form  # noqa: B018 (chosen once, by what runs)
@@ -193,7 +189,7 @@ class Bench:
     self.use(system)
     s, model = self.setting, self.model(system)
     pos = np.arange(first, first + s.chunk, dtype=np.int32)
-    context = self.width(first + s.chunk)
+    context = min(c for c in s.contexts if c >= first + s.chunk)
     args = (
       self.table(context),
       jnp.asarray(self.tokens[pos]),

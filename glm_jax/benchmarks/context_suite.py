@@ -117,7 +117,7 @@ def parts(chosen: list[Case]) -> tuple[list[Case], list[Case]]:
   return chosen[:first], chosen[first:]
 
 
-def programs(setting: Setting, chosen: Sequence[Case]) -> list:
+def programs(setting: Setting, chosen: Sequence[Case]) -> list[Any]:
   """Names of the programs that cases need, each once."""
   from glm_jax.benchmarks.context_steps import Name
 

@@ -20,7 +20,6 @@ from glm_jax.config import FULL, ModelConfig
 from glm_jax.presets import PRESETS
 
 KINDS = ('full', 'shared')
-TOGETHER = 4  # layers of a kind in one program of ours, at decode
 JAX = 'jax'
 TORCH = ('torch_eager', 'torch_sdpa', 'torch_static')
 SYSTEMS = (JAX, *TORCH)

@@ -15,10 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm_jax.benchmarks import layer_cases
-from glm_jax.benchmarks.layer_cases import (
-  CASES,
-  LayerCase,
-)
+from glm_jax.benchmarks.layer_cases import CASES, LayerCase
 from glm_jax.benchmarks.layer_programs import (
   Program,
   layer_program,

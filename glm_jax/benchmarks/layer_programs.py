@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from glm_jax.benchmarks import layer_cases
-from glm_jax.benchmarks.layer_cases import TOGETHER, LayerCase
+from glm_jax.benchmarks.layer_cases import LayerCase
 from glm_jax.block import Block, LayerIds, StepContext
 from glm_jax.cache import (
   Cache,
@@ -52,6 +52,7 @@ _PLACES = {  # published name -> attribute of a block
   'self_attn.indexer.k_norm.bias': 'indexer.key_norm_bias',
 }
 _FILL_ROWS = 8192  # of a pool at once
+_TOGETHER = 4  # layers of a kind in one program, at decode
 
 
 class AttentionLayer(Block):
@@ -88,7 +89,7 @@ def make_layer(
 
 def layers_together(case: LayerCase) -> int:
   """Layers of a timed program: few rows leave the launch of one to be seen."""
-  return TOGETHER if case.phase == 'decode' else 1
+  return _TOGETHER if case.phase == 'decode' else 1
 
 
 def cut(config: ModelConfig, layers: int) -> ModelConfig:

@@ -70,12 +70,15 @@ def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
   S = scores.shape[-1]
   keys = sort_keys(scores)
   start = jnp.zeros(scores.shape[:-1], jnp.uint32)
-  bound = lambda: kth_key(keys, k)
-  if one_row:
-    all_chosen = jnp.sum(_count(keys > 0)) <= k
-    bound = lax.cond(all_chosen, lambda: start, bound)
-  else:
-    bound = bound()
+
+  def unless(done, known, search):
+    return lax.cond(done(), lambda: known, search) if one_row else search()
+
+  bound = unless(
+    lambda: jnp.sum(_count(keys > 0)) <= k,
+    start,
+    lambda: kth_key(keys, k),
+  )
   above = keys > bound[..., None]
   equal = (keys == bound[..., None]) & (keys > 0)
   wanted = k - _count(above)
@@ -83,12 +86,11 @@ def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
   place = place.astype(jnp.uint32)
   # The largest position before which fewer than the wanted ties stand.
   few = lambda at: _count(equal & (place < at[..., None])) < wanted
-  search = lambda: _search(start, max(S - 1, 1).bit_length(), few)
-  if one_row:
-    every = jnp.sum(_count(equal)) <= jnp.sum(wanted)
-    last = lax.cond(every, lambda: start + jnp.uint32(S), search)
-  else:
-    last = search()
+  last = unless(
+    lambda: jnp.sum(_count(equal)) <= jnp.sum(wanted),
+    start + jnp.uint32(S),
+    lambda: _search(start, max(S - 1, 1).bit_length(), few),
+  )
   return above | equal & (place <= last[..., None])
 
 
