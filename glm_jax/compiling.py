@@ -1,4 +1,4 @@
-"""Options of the TPU compiler that every step of ours is compiled with.
+"""Options of the compiler that every step of ours is compiled with.
 
 The planner, the launchers and the tests take them from here, so that what was
 planned is what runs. They go into `compiler_options` of `jax.jit` or of
@@ -30,6 +30,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
   # (13.9 GB of temporaries against 0.04 on a skeleton of this model).
   # All-gathers on the SparseCore are the default here.
   'tpu7x': {'xla_tpu_control_large_2nd_minor_layout_for_x16': False},
+  # cuBLAS is given the address of a layer within the scanned stack, where a
+  # Triton product has its weights copied out first; products of the same
+  # rows are not merged, which would join their weights anew at each step.
+  'nvidia': {
+    'xla_gpu_enable_triton_gemm': False,
+    'xla_gpu_dot_merger_threshold_mb': 0,
+  },
 }
 
 
@@ -41,9 +48,10 @@ def compiler_options(platform: str) -> dict[str, Any]:
       device's `device_kind`, or a platform that is no TPU.
 
   Returns:
-    A new dictionary; empty for CPU, GPU and generations without options.
+    A new dictionary; empty for CPUs and generations without options.
   """
   name = GENERATIONS.get(platform, platform).partition(':')[0]
+  name = 'nvidia' if name.startswith('NVIDIA ') else name
   return dict(_OPTIONS.get(name, {}))
 
 

@@ -6,14 +6,18 @@ Everything here is row-wise: [T, ...] in, [T, ...] out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from glm_jax.param import Axes, param
 from pallas_kernels.block_scale import FP8, quantize, scaled_matmul
 from pallas_kernels.tiling import dot
+
+_ROWS = 8  # from which XLA multiplies rows as a matrix on a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,32 @@ def layer_norm(
   out = centred * jax.lax.rsqrt(variance + eps)
   out = out * weight.astype(wide.dtype) + bias.astype(wide.dtype)
   return out.astype(x.dtype)
+
+
+def few_rows(multiply, x: jax.Array, weights: jax.Array, few=None) -> jax.Array:
+  """Products of rows; few rows are padded on a GPU.
+
+  XLA takes fewer as reductions there, for which it may write all weights
+  anew in float32; as a matrix product it reads them where they lie.
+
+  Args:
+    multiply: of x and the weights, [..., T, .].
+    x: [..., T, .] rows.
+    weights: what they are multiplied by.
+    few: multiplies the padded rows, if not `multiply` does.
+
+  Returns:
+    [..., T, .] the products.
+  """
+  T = x.shape[-2]
+  if T >= _ROWS:
+    return multiply(x, weights)
+
+  def padded(x, weights):
+    more = [(0, 0)] * (x.ndim - 2) + [(0, _ROWS - T), (0, 0)]
+    return (few or multiply)(jnp.pad(x, more), weights)[..., :T, :]
+
+  return lax.platform_dependent(x, weights, cuda=padded, default=multiply)
 
 
 class RMSNorm(nnx.Module):
@@ -106,7 +136,8 @@ class Linear(nnx.Module):
     """Maps [T, inputs] to [T, outputs] in float32; wide weights only."""
     if self.kernel.dtype == FP8:
       raise ValueError('wide() needs weights that are not fp8')
-    return dot('td,fd->tf', x, self.kernel[...])
+    multiply = functools.partial(dot, 'td,fd->tf')
+    return few_rows(multiply, x, self.kernel[...])
 
 
 class Mlp(nnx.Module):

@@ -16,12 +16,10 @@ from flax import nnx
 from jax import lax
 
 from glm_jax.config import ModelConfig
-from glm_jax.layers import Init, Linear, RMSNorm
+from glm_jax.layers import Init, Linear, RMSNorm, few_rows
 from glm_jax.rope import apply_rope
 from pallas_kernels.block_scale import dequantize
 from pallas_kernels.tiling import dot
-
-_ROWS = 8  # from which XLA multiplies a head's rows as matrices on a GPU
 
 
 class Mla(nnx.Module):
@@ -101,12 +99,22 @@ class Mla(nnx.Module):
     if self.kv_b.products is not None:
       return self.kv_b.products.heads(self.kv_b, x, spec, c.num_heads, side)
     kernel, block = self.kv_b.kernel[...], self.kv_b.block
-    both = kernel.reshape(c.num_heads, -1, c.kv_lora_rank)[:, side]
+    both = kernel.reshape(c.num_heads, -1, c.kv_lora_rank)
     heads = x.swapaxes(0, 1)  # [N, T, .]
     if block is None:
       a, rest = spec.split(',')
       b, out = rest.split('->')
-      y = _few_rows(functools.partial(dot, f'n{a},n{b}->n{out}'), heads, both)
+      product = functools.partial(dot, f'n{a},n{b}->n{out}')
+
+      def whole(x, weights):
+        # A head's part would be copied: all of it is read where it lies.
+        if part == 1:
+          return product(x, weights)[..., cut:]
+        zeros = ((0, 0), (0, 0), (0, c.v_head_dim))
+        return product(jnp.pad(x, zeros), weights)
+
+      multiply = lambda x, weights: product(x, weights[:, side])
+      y = few_rows(multiply, heads, both, whole)
     else:
       rows = jnp.repeat(self.kv_b.scale[...], block[0], axis=0)
       rows = rows[: kernel.shape[0]].reshape(c.num_heads, -1, rows.shape[1])
@@ -116,30 +124,8 @@ class Mla(nnx.Module):
         w = dequantize(values, scales, x.dtype, (1, block[1]))
         return dot(spec, x, w)
 
-      y = lax.map(head, (heads, both, rows[:, side]))
+      y = lax.map(head, (heads, both[:, side], rows[:, side]))
     return y.swapaxes(0, 1).astype(x.dtype)
-
-
-def _few_rows(multiply, x: jax.Array, weights: jax.Array) -> jax.Array:
-  """Products of heads; few rows are padded on a GPU.
-
-  XLA takes fewer as reductions there, for which it writes all weights anew,
-  transposed and in float32.
-
-  Args:
-    multiply: of x and the weights, [N, T, .].
-    x: [N, T, .] a head's rows.
-    weights: [N, ., .].
-  """
-  T = x.shape[1]
-  if T >= _ROWS:
-    return multiply(x, weights)
-
-  def padded(x, weights):
-    more = ((0, 0), (0, _ROWS - T), (0, 0))
-    return multiply(jnp.pad(x, more), weights)[:, :T]
-
-  return lax.platform_dependent(x, weights, cuda=padded, default=multiply)
 
 
 def expanded_attention(

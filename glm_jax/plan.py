@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
+from glm_jax.layers import few_rows
 from glm_jax.sampling import SamplingParams, filtered_logits
 from pallas_kernels import (
   indexer_scores,
@@ -92,7 +93,8 @@ class LocalPlan:
 
   def logits(self, weight: jax.Array, hidden: jax.Array) -> jax.Array:
     """Logits [T, V] float32 of hidden [T, D] under a head [V, D]."""
-    return self.rows(lambda x: dot('td,vd->tv', x, weight), hidden)
+    multiply = functools.partial(dot, 'td,vd->tv')
+    return self.rows(lambda x: few_rows(multiply, x, weight), hidden)
 
   def filtered_logits(
     self, logits: jax.Array, params: SamplingParams

@@ -449,6 +449,7 @@ class OptionsTest(parameterized.TestCase):
     self.assertEqual(compiler_options('TPU v6 lite'), compiler_options('v6e'))
     for name in ('cpu', 'gpu', 'v5p', 'TPU v5'):
       self.assertEqual(compiler_options(name), {})
+    self.assertIn('xla_gpu_enable_triton_gemm', compiler_options('NVIDIA H200'))
     compiler_options('v6e').clear()
     self.assertTrue(compiler_options('v6e'))
 

@@ -1,6 +1,7 @@
 """Norms, RoPE, linear maps and both forms of MLA against numpy in float64."""
 
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +301,27 @@ class LinearTest(parameterized.TestCase):
 
 
 class MlaTest(parameterized.TestCase):
+  def test_few_rows_of_a_gpu_are_padded(self):
+    """Its branch has the values of the other one, which runs here."""
+    mla = make_mla(Init(jnp.dtype('float32'), 0.1))
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(3, 64)).astype('f')
+    cos, sin = rope_tables(jnp.arange(3), 8, THETA)
+
+    def run():
+      _, q, row = mla.project(x, cos, sin)
+      q = mla.absorb(q)
+      return q, row, mla.output(q[..., :16])
+
+    expected = jax.jit(run)()
+    taken = lambda *args, cuda, default: cuda(*args)
+    with mock.patch('jax.lax.platform_dependent', taken):
+      traced = str(jax.make_jaxpr(run)())
+      actual = run()
+    self.assertIn('4,8,56', traced)  # eight rows of whole heads, 24 + 32
+    for a, b in zip(actual, expected):
+      assert_close(a, b, atol=1e-5, rtol=1e-5, name='padded')
+
   def test_known_fault_20_scale_is_the_heads(self):
     """1/sqrt(nope + rope): 1/sqrt(32) of T1, 1/16 of GLM-5.2."""
     self.assertAlmostEqual(t1().mla.scale, 32**-0.5, places=15)
