@@ -22,17 +22,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
 from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan, Selection
+from glm_jax.serving.host_compute import DEVICE, HOST, runs_on_host
 from pallas_kernels import topk_gather_attention
 from pallas_kernels.tiling import PAGE, map_row_blocks, round_up, within_pool
-
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 @functools.partial(
@@ -341,14 +339,12 @@ def _fetch(cache: HostLatentCache, at):
   return get(cache.host), get(cache.host_scales)
 
 
-@compute_on('device_host')
-@jax.jit
+@runs_on_host
 def _gather(pool, at):
   return pool[at]
 
 
-@compute_on('device_host')
-@jax.jit
+@runs_on_host
 def _scatter(pool, at, rows):
   return pool.at[at].set(rows, mode='drop')
 

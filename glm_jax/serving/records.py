@@ -13,9 +13,9 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 from glm_jax.cache import Cache
+from glm_jax.serving.host_compute import DEVICE, HOST, runs_on_host
 from pallas_kernels.tiling import PAGE
 
 POOLS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
@@ -59,9 +59,8 @@ def _put(pool, rows, value):
   return pool.at[rows].set(value)
 
 
-_HOST = jax.memory.Space.Host
-_take_on_host = compute_on('device_host')(jax.jit(_take))
-_put_on_host = compute_on('device_host')(jax.jit(_put))
+_take_on_host = runs_on_host(_take)
+_put_on_host = runs_on_host(_put)
 
 
 def extract(cache: Cache, page: jax.Array, plan) -> dict[str, jax.Array]:
@@ -79,9 +78,9 @@ def extract(cache: Cache, page: jax.Array, plan) -> dict[str, jax.Array]:
   for name, field, on_host in _pools(cache):
     pool, rows = getattr(cache, field), _rows(cache, field, plan, page)
     if on_host:
-      pool, rows = jax.device_put((pool, rows), _HOST)
+      pool, rows = jax.device_put((pool, rows), HOST)
       value = _take_on_host(pool, rows)
-      value = jax.device_put(value, jax.memory.Space.Device)
+      value = jax.device_put(value, DEVICE)
     else:
       value = _take(pool, rows)
     record[name] = value
@@ -95,7 +94,7 @@ def insert(cache: Cache, page: jax.Array, record, plan) -> Cache:
     pool, rows = getattr(cache, field), _rows(cache, field, plan, page)
     value = record[name]
     if on_host:
-      pool, rows, value = jax.device_put((pool, rows, value), _HOST)
+      pool, rows, value = jax.device_put((pool, rows, value), HOST)
     put = _put_on_host if on_host else _put
     changed[field] = put(pool, rows, value)
   return dataclasses.replace(cache, **changed)
