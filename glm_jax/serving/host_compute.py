@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
-from jax.experimental import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def runs_on_host(function: Callable) -> Callable:
-  """A function of arrays in host memory, computed and left there."""
+  """A function of arrays in host memory, computed and left there.
+
+  XLA is told directly: jax's `compute_on` changed its form in 0.11, and on
+  TPU the new one takes three copies of a pool in device memory.
+  """
   function = jax.jit(function)
-  # Before jax 0.11, compute_on2 has the form that compute_on has since then;
-  # on TPU it takes three copies of a pool, which the older form does not.
-  if hasattr(compute_on, 'compute_on2'):
-    return compute_on.compute_on('device_host')(function)
-  return compute_on.compute_on(
-    function, compute_type='device_host', out_memory_spaces=HOST
-  )
+
+  @functools.wraps(function)
+  def on_host(*args):
+    with set_xla_metadata(_xla_compute_type='host'):
+      return function(*args)
+
+  return on_host
