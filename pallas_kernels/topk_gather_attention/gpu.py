@@ -22,6 +22,9 @@ _KEYS = 64  # keys a tile
 _MANY = 32  # query rows from which programs take 64 heads, fewer take 16
 PROCESSORS = 132  # of an H100 or H200; holding a program of 64 heads each
 _MERGED = 128  # features of a program that merges parts
+# Query rows up to which one launch merges them. Of eight it takes 4.8 us of an
+# H200, XLA's four 7.7; of 64 rows 13.6 and 7.2.
+_MERGED_ROWS = 16
 LOWEST = -1e30  # a running maximum that no logit is below, and not infinite
 
 
@@ -165,7 +168,7 @@ def merge(
   *,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention over all keys from that over parts of them, in one launch.
+  """Attention over all keys from that over parts of them.
 
   Args:
     out: [T, parts, N, R]; zeros where a part has no key. A power of two parts.
@@ -180,6 +183,11 @@ def merge(
   T, parts, _, R = out.shape
   if parts == 1:
     return out[:, 0, :heads].astype(dtype), lse[:, 0, :heads]
+  if T > _MERGED_ROWS:
+    out, lse = out[:, :, :heads], lse[:, :, :heads]
+    total = jax.nn.logsumexp(lse, axis=1)
+    weight = jnp.exp(lse - jnp.where(total > -jnp.inf, total, 0)[:, None])
+    return jnp.sum(weight[..., None] * out, axis=1).astype(dtype), total
   return pl.pallas_call(
     _merge_kernel,
     grid=(T, heads, R // math.gcd(R, _MERGED)),

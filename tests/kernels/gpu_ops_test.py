@@ -218,7 +218,8 @@ class HopperTest(parameterized.TestCase):
         q, rows, None, slots, scale=1.0, latent_width=latent
       )
 
-  def test_parts_are_merged(self):
+  @parameterized.parameters(1, 6)  # the kernel, and XLA for many rows
+  def test_parts_are_merged(self, times):
     rng = np.random.default_rng(0)
     logits, rows = rng.normal(size=(3, 4, 12)), rng.normal(size=(12, 256))
     logits[1, :, :6] = -np.inf
@@ -231,10 +232,11 @@ class HopperTest(parameterized.TestCase):
     out = np.divide(out, total[..., None], where=total[..., None] > 0, out=out)
     with np.errstate(divide='ignore'):
       lse, want_lse = np.log(total), np.log(p.sum(axis=2))
+    more = lambda a: jnp.float32(np.concatenate([a] * times))
     got, got_lse = attention_gpu.merge(
-      jnp.float32(out), jnp.float32(lse), 3, jnp.float32, interpret=True
+      more(out), more(lse), 3, jnp.float32, interpret=True
     )
-    want = (p @ rows / all_keys)[:, :3]
+    want, want_lse = more(p @ rows / all_keys)[:, :3], more(want_lse)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got_lse, want_lse[:, :3], rtol=1e-5)
 
