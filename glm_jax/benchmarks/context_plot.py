@@ -26,7 +26,7 @@ def plot(report: Report, path: epath.PathLike) -> None:
   """
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(12, 8.4), layout='constrained')
+  figure = Figure(figsize=(12, 10), layout='constrained')
   (prefill, decode), (ratio, published) = figure.subplots(2, 2)
   _systems(prefill, report, 'prefill', lambda row: row.details['tokens_s'])
   prefill.set_ylabel('prefill from empty (tokens/s)')
@@ -48,7 +48,10 @@ def plot(report: Report, path: epath.PathLike) -> None:
     axes.tick_params(axis='x', labelrotation=30)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[1]:
-      axes.legend(fontsize='small')
+      axes.legend(
+        fontsize='x-small', loc='upper center', bbox_to_anchor=(0.5, -0.3),
+        ncols=2,
+      )  # fmt: skip
   devices = ', '.join(dict.fromkeys(row.device for row in report.rows))
   figure.suptitle(f'Eight layers of the model and the drafter on {devices}')
   path = epath.Path(path).expanduser()

@@ -40,8 +40,8 @@ NOTES = (
   "prefill: every chunk is waited for, the drafter's rows included; of "
   '"shared" all chunks run, of others as the row says, over the rows that '
   '"shared" has cached',
-  'decode: steps are queued, the wall clock is divided by them; "attention" '
-  'is the same step without MLPs, head and sampling',
+  'decode: the median of four waits for queued steps, over their number; '
+  '"attention" is the same step without MLPs, head and sampling',
   'peak_gb: what the program holds, weights and cache included; peak_bytes: '
   'the most that the process had held by then',
   'the published curve (details) states no metric, hardware or hit rate',

@@ -61,36 +61,29 @@ def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
   Args:
     scores: [..., S] float32.
     k: at least 1.
-    one_row: of one row: skip the search for the threshold where no more
-      than k are valid, and for the last tie where all ties are chosen.
+    one_row: of one row: skip the search for the last tie where all ties at
+      the threshold are chosen.
 
   Returns:
     [..., S] bool.
   """
   S = scores.shape[-1]
   keys = sort_keys(scores)
-  start = jnp.zeros(scores.shape[:-1], jnp.uint32)
-
-  def unless(done, known, search):
-    return lax.cond(done(), lambda: known, search) if one_row else search()
-
-  bound = unless(
-    lambda: jnp.sum(_count(keys > 0)) <= k,
-    start,
-    lambda: kth_key(keys, k),
-  )
+  bound = kth_key(keys, k)
   above = keys > bound[..., None]
   equal = (keys == bound[..., None]) & (keys > 0)
   wanted = k - _count(above)
   place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
   place = place.astype(jnp.uint32)
+  start = jnp.zeros(scores.shape[:-1], jnp.uint32)
   # The largest position before which fewer than the wanted ties stand.
   few = lambda at: _count(equal & (place < at[..., None])) < wanted
-  last = unless(
-    lambda: jnp.sum(_count(equal)) <= jnp.sum(wanted),
-    start + jnp.uint32(S),
-    lambda: _search(start, max(S - 1, 1).bit_length(), few),
-  )
+  search = lambda: _search(start, max(S - 1, 1).bit_length(), few)
+  if one_row:
+    every = jnp.sum(_count(equal)) <= jnp.sum(wanted)
+    last = lax.cond(every, lambda: start + jnp.uint32(S), search)
+  else:
+    last = search()
   return above | equal & (place <= last[..., None])
 
 
