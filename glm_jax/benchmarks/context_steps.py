@@ -309,8 +309,7 @@ class Bench:
       slowest_seconds=max(walls),
     )
     if profile:
-      few = max(steps // 4, 1)
-      kernels, launches = device_kernels(lambda: run(few), few)
+      kernels, launches = device_kernels(lambda: run(each), each)
       if kernels:
         top = list(kernels.items())[:12]
         found |= dict(
