@@ -9,33 +9,22 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
-import jax
 import pytest
 import small_models
 from absl.testing import parameterized
-from jax.sharding import Mesh
+from plan_requests import GLM52, request
 
-from glm_jax import presets
-from glm_jax.cache import init_cache
-from glm_jax.compiling import compiler_options
-from sharding import accountant, capacity, make_mesh, plan_named
+from sharding import accountant, capacity
 from sharding.chips import CHIPS
 from sharding.mesh import MeshShape
-from sharding.planner import meshes, process, report, search, steps, topology
+from sharding.planner import meshes, process, report, search, topology
 from sharding.planner.plan import PodPlan
-from sharding.planner.process import CompileError
-from sharding.planner.request import PlanRequest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-GLM52 = presets.PRESETS['glm52']
 MILLION = 1_048_576
 GB = 10**9
-
-
-def request(**changes):
-  values = dict(config=GLM52, topology='v6e:16x16', mesh=MeshShape(context=256))
-  return PlanRequest(**values | changes)
 
 
 def fetch(seconds=1.0, window=2.0, times=1.0, hidden=True, asynchronous=True):
@@ -285,7 +274,9 @@ class SearchTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.compiled = []
-    self.enter_context(_patched(process, 'compile_step', self._compile))
+    self.enter_context(
+      mock.patch.object(process, 'compile_step', self._compile)
+    )
 
   def _compile(self, request, **_):
     self.compiled.append(request)
@@ -349,109 +340,6 @@ class SearchTest(parameterized.TestCase):
   def test_bad_fit(self):
     with self.assertRaisesRegex(ValueError, "fit='rows'.*batch, context"):
       search.plan_pod(GLM52, 'v6e:8x8', fit='rows')
-
-
-class _patched:
-  """Replaces an attribute for as long as the context lasts."""
-
-  def __init__(self, target, name, value):
-    self.saved = target, name, getattr(target, name)
-    setattr(target, name, value)
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    setattr(*self.saved)
-
-
-class ProcessTest(parameterized.TestCase):
-  def test_a_compile_that_takes_too_much_memory_is_ended(self):
-    hungry = (
-      'import time\nprint("eating", flush=True)\n'
-      'food = [bytes(1 << 20) * 400 for _ in range(2)]\n'
-      'food = [bytearray(f) for f in food]\ntime.sleep(60)\n'
-    )
-    lines = []
-    with _patched(process, '_PROGRAM', hungry):
-      with self.assertRaisesRegex(CompileError, 'more than 0 GiB of memory'):
-        process.compile_step(
-          request(), log=lines.append, memory_limit=200 << 20
-        )
-    self.assertEqual(lines, ['eating'])
-
-  def test_a_crash_leaves_its_last_words(self):
-    crash = 'import sys\nprint("no such flag", file=sys.stderr)\nsys.exit(7)\n'
-    with _patched(process, '_PROGRAM', crash):
-      with self.assertRaisesRegex(CompileError, 'code 7: no such flag'):
-        process.compile_step(request())
-
-  def test_an_error_of_the_worker_is_one_line(self):
-    says = (
-      'import sys, pathlib\n'
-      'pathlib.Path(sys.argv[2], "result").write_text(\'{"error": "so"}\')\n'
-    )
-    with _patched(process, '_PROGRAM', says):
-      with self.assertRaisesRegex(CompileError, '^so$'):
-        process.compile_step(request())
-
-
-class StepTest(parameterized.TestCase):
-  def test_bytes_of_shards_and_of_what_is_not_read(self):
-    mesh = Mesh([jax.devices()[0]], ('x',))
-    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    place = lambda tree: jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), tree
-    )
-    arguments = place({'a': jax.numpy.ones(4), 'b': jax.numpy.ones(8)})
-    traced = jax.jit(lambda x: x['a'] + 1).trace(arguments)
-    self.assertEqual(steps.device_bytes(arguments), 48)
-    self.assertEqual(steps.unread(traced, (arguments,)), 32)
-
-  def test_transient_layers_and_pools_by_the_plans_own_count(self):
-    config = small_models.small_config(0)
-    mesh = make_mesh(MeshShape(context=8), jax.devices()[:8])
-    plan = plan_named('token_split', config, mesh)
-    r = PlanRequest(
-      config=config,
-      topology='v6e:2x4',
-      mesh=MeshShape(context=8),
-      context=1024,
-    )
-    cache, slots = steps.abstract_cache(r, plan)
-    real = init_cache(config, r.pages, dtype='auto', plan=plan)
-    for got, want in zip(jax.tree.leaves(cache), jax.tree.leaves(real)):
-      self.assertEqual(got.shape, want.shape)
-      self.assertEqual(got.sharding, want.sharding)
-    record = capacity.largest_record(config, physical=True)
-    self.assertEqual(slots, 2 * record * 1024)
-
-
-class ExpertTilesTest(parameterized.TestCase):
-  def test_rows_of_one_rank(self):
-    tiles = lambda **o: steps.expert_tiles(request(**o))
-    # 8 choices over 256 ranks: one rank runs one, the others wait for it.
-    self.assertEqual(tiles(), 1)
-    # 64 ranks hold 4 experts each; 32 rows choose 256 in all, 4 a rank.
-    few = dict(topology='v6e:8x8', mesh=MeshShape(context=64))
-    self.assertEqual(tiles(batch=32, **few), 4)
-    # 65,536 rows choose 8 of 256 experts, one a rank: 2,048 rows of 256.
-    self.assertEqual(tiles(step='prefill', chunk=65_536), 8)
-
-
-class OptionsTest(parameterized.TestCase):
-  def test_every_generation_by_every_name(self):
-    for name in ('tpu7x', 'tpu7x:4x4x4', 'TPU7x'):
-      self.assertIn(
-        'xla_tpu_control_large_2nd_minor_layout_for_x16',
-        compiler_options(name),
-      )
-    self.assertEqual(compiler_options('TPU v6 lite'), compiler_options('v6e'))
-    for name in ('cpu', 'gpu', 'v5p', 'TPU v5'):
-      self.assertEqual(compiler_options(name), {})
-    self.assertIn('xla_gpu_enable_triton_gemm', compiler_options('NVIDIA H200'))
-    compiler_options('v6e').clear()
-    self.assertTrue(compiler_options('v6e'))
 
 
 class LauncherTest(parameterized.TestCase):
