@@ -1,15 +1,20 @@
 """Writes a small random checkpoint with PyTorch `transformers`.
 
 The directory is in the published format and was written by an independent
-library: the input of `make demo` and of the parity tests. Imports torch,
-never jax.
+library: the input of the parity tests. Imports torch, never jax. As a program
+it writes layers of GLM-5.2's real dimensions (`real_slice`; 8 GB, and twice
+that in memory):
+
+  python -m glm_jax.validation.random_checkpoint DIR
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +22,9 @@ import safetensors.torch
 import torch
 import transformers
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
+
+from glm_jax.presets import PRESETS
+from glm_jax.published_config import config_to_published
 
 # Small enough for seconds on a CPU, and yet: the real sharing pattern, 32
 # index heads, and an index_topk far below the prompts it is tried on.
@@ -47,6 +55,25 @@ SMALL: dict[str, Any] = dict(
   eos_token_id=[0, 1, 2],
   pad_token_id=0,
 )
+
+
+def real_slice() -> dict[str, Any]:
+  """Config keys of GLM-5.2's layers 6 to 9 (full, shared x 3), drafter apart.
+
+  Every dimension is the published one; experts are 16 instead of 256, tokens
+  8,192 instead of 154,880.
+  """
+  config, layers = PRESETS['glm52'], slice(6, 10)
+  small = dataclasses.replace(
+    config,
+    indexer_types=config.indexer_types[layers],
+    mlp_types=config.mlp_types[layers],
+    moe=dataclasses.replace(config.moe, num_experts=16),
+    vocab_size=8192,
+    eos_token_ids=(0, 1, 2),
+    pad_token_id=0,
+  )
+  return config_to_published(small)
 
 
 def write_random_checkpoint(
@@ -134,3 +161,9 @@ def _add_drafter(directory, config, dtype) -> None:
   published['num_nextn_predict_layers'] = 1
   with open(path, 'w') as f:
     json.dump(published, f, indent=2)
+
+
+if __name__ == '__main__':
+  write_random_checkpoint(
+    sys.argv[1], 0, real_slice(), mtp=True, dtype=torch.bfloat16
+  )
