@@ -65,7 +65,7 @@ _MAX_SECONDS = flags.DEFINE_float(
 _JSON = flags.DEFINE_string(
   'json',
   None,
-  'Write the rows to this file (layer, context: after every case).',
+  'Write the rows to this file; where cases take minutes, after each.',
 )
 _PLOT = flags.DEFINE_string('plot', None, 'context: write a PNG.')
 

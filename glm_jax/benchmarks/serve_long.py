@@ -9,8 +9,9 @@ the first one's tokens; its time to the first token is set against theirs.
 the other in host memory. Both must give the same tokens.
 
 `reuse` asks for prompts that share 90% of their tokens, at several lengths
-and numbers of requests at once, from the whole engine and from the naive one.
-One request before them, which is not timed, brings the shared tokens.
+and numbers of requests at once, from the whole engine and from the naive one,
+both started for that length. One request before them, which is not timed,
+brings the shared tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ CACHED = 0.9  # of the repeated prompt, at least, must come from the cache
 _REUSE_OUTPUT = 16
 _CONCURRENT = (1, 4, 16)
 NAIVE = 'naive'
-REUSE_FLAGS = ('--max_num_seqs=16',)
 _HOST_GIB = 0.05  # for a thousand tokens: two prompts of GLM-5.2's rows
 
 
@@ -66,10 +66,25 @@ def reuse_cases(window: int) -> list[ReuseCase]:
   made = []
   for length in (window // 128, window // 32, window // 8, window // 2):
     for concurrent in _CONCURRENT:
-      requests = max(4, concurrent)
+      requests = max(2, concurrent)
       if length >= PAGE and length * requests <= 2 * window:
         made.append(ReuseCase(length, concurrent, requests))
   return made
+
+
+def reuse_flags(case: ReuseCase, window: int) -> tuple[str, ...]:
+  """Of a server for prompts of one length."""
+  return (
+    f'--max_num_seqs={_CONCURRENT[-1]}',
+    '--compact_shapes=true',
+    f'--max_num_batched_tokens={_rows(window)}',
+    f'--max_model_len={case.length + 2 * _REUSE_OUTPUT}',
+  )
+
+
+def _rows(window: int) -> int:
+  """Of a step, where prompts are long."""
+  return min(2048, window // 4)
 
 
 def long_flags(window: int) -> tuple[str, ...]:
@@ -80,7 +95,7 @@ def long_flags(window: int) -> tuple[str, ...]:
   return (
     '--max_num_seqs=1',
     '--compact_shapes=true',
-    f'--max_num_batched_tokens={min(2048, window // 4)}',
+    f'--max_num_batched_tokens={_rows(window)}',
     f'--num_gpu_blocks_override={cdiv(window, PAGE) + 2}',
     f'--kv_offloading_size={_HOST_GIB * window / 1024}',
   )
@@ -191,7 +206,7 @@ def _row(request: Request, case, system, record, figures) -> Row:
 
 
 def reuse(
-  url: str, cases: Iterable[ReuseCase], system: str, log: Callable[..., None]
+  cases: Iterable[ReuseCase], url: str, system: str, log: Callable[..., None]
 ) -> list[tuple[str, str, dict[str, Any]]]:
   """(case, system, figures) of each."""
   from glm_jax.serving import benchmark

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import pathlib
 import signal
@@ -114,14 +116,18 @@ def run(request: Request, log: Callable[..., None]) -> Report:
     raise ValueError(f'no case of {", ".join(names)} matches {request.select}')
   found, rows, missed = [], [], []
   if request.url is not None:
-    found = _measure(request, request.url, 'url', chosen, cases, log)
-  elif chosen or shared:
-    wide = serve_long.REUSE_FLAGS if shared else ()
-    for system, flags in (('engine', ()), (serve_long.NAIVE, NAIVE)):
-      log(f'{system}: starting a server')
-      with _server(request, flags + wide) as url:
-        found += _measure(request, url, system, chosen, cases, log)
-        found += serve_long.reuse(url, shared, system, log)
+    found = _measure(request, chosen, cases, request.url, 'url', log)
+  else:
+    if chosen:
+      replay = functools.partial(_measure, request, chosen, cases, log=log)
+      found += _both(request, (), replay, log)
+    for _, group in itertools.groupby(shared, lambda case: case.length):
+      group = list(group)
+      flags = serve_long.reuse_flags(group[0], _window(request))
+      reuse_of = functools.partial(serve_long.reuse, group, log=log)
+      found += _both(request, flags, reuse_of, log)
+      if request.save is not None:
+        request.save(_report(request, found))
   more, unmet = _long(request, long, log)
   rows, missed = rows + more, missed + unmet
   if inside:
@@ -133,6 +139,16 @@ def run(request: Request, log: Callable[..., None]) -> Report:
   return dataclasses.replace(
     report, rows=report.rows + tuple(rows), missed=report.missed + tuple(missed)
   )
+
+
+def _both(request: Request, flags, measure, log) -> list[tuple]:
+  """What `measure(url, system)` finds of the whole engine and the naive one."""
+  found = []
+  for system, own in (('engine', ()), (serve_long.NAIVE, NAIVE)):
+    log(f'{system}: starting a server')
+    with _server(request, (*own, *flags)) as url:
+      found += measure(url, system)
+  return found
 
 
 def _long(request: Request, chosen, log) -> tuple[list[Row], list[str]]:
@@ -158,7 +174,7 @@ def _chosen(request: Request, names) -> list[str]:
   return [n for n in names if any(part in n for part in request.select)]
 
 
-def _measure(request, url, system, chosen, cases, log) -> list[tuple]:
+def _measure(request, chosen, cases, url, system, log) -> list[tuple]:
   """(case, system, figures) of each case."""
   from glm_jax.serving import benchmark
 

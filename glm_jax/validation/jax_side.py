@@ -30,6 +30,7 @@ from glm_jax.plan import LocalPlan
 from glm_jax.rope import rope_tables
 from glm_jax.sampling import sampling_params
 from glm_jax.validation.walk import LayerTensors, RunLayer
+from pallas_kernels import dispatch
 from pallas_kernels.tiling import PAGE, cdiv, dot
 
 CHUNK = 256  # rows of one step
@@ -75,12 +76,17 @@ class JaxSide:
       mtp=dataclasses.replace(self.config.mtp, num_layers=0),
     )
     device = jax.devices()[0]
-    self.notes = [
+    self._note = (
       f'jax: {dtype} on {device.device_kind}, matmul precision '
       f'{"highest" if dtype == "float32" else "default"}, '
       f'implementation {self._plan.implementation or "auto"}'
-    ]
+    )
     self.versions = {'jax': jax.__version__, 'platform': device.platform}
+
+  @property
+  def notes(self) -> list[str]:
+    """How arithmetic was aligned, and the ops chosen so far."""
+    return [self._note, *dispatch.chosen()]
 
   def embed(self, tokens: np.ndarray) -> np.ndarray:
     """[T, D] float32 embeddings."""

@@ -123,13 +123,16 @@ def _growth(axes, runs):
 
 
 def _selections(axes, runs):
+  top = 1e-4  # of a picture without any difference
   for run in runs:
     full = [e for e in run.layers if e.same_keys is not None]
     lost = [1 - e.same_keys for e in full]
     axes.plot([e.layer for e in full], lost, 'o-', ms=4, label=run.name)
+    top = max(top, *lost)
   axes.set_xlabel('layer with an indexer')
   axes.set_ylabel('selected keys that differ (share)')
-  axes.set_ylim(bottom=0)
+  axes.set_xlim(-0.5, max(e.layer for e in runs[0].layers) + 0.5)
+  axes.set_ylim(-0.05 * top, 1.1 * top)
 
 
 def _next_tokens(axes, runs):

@@ -12,8 +12,13 @@ import pytest
 from model import oracle
 
 from glm_jax import validation
+from glm_jax.presets import PRESETS
+from glm_jax.published_config import config_from_published
 from glm_jax.validation import report, report_page
-from glm_jax.validation.random_checkpoint import write_random_checkpoint
+from glm_jax.validation.random_checkpoint import (
+  real_slice,
+  write_random_checkpoint,
+)
 
 # Five layers, the real sharing and a drafter; index_topk far below the prompt.
 SHAPE = dict(
@@ -126,3 +131,12 @@ def test_launcher(records, tmp_path):
   assert 'has no other record of its model' in done.stderr
   done = launch(f'--report={out}')
   assert done.returncode == 2 and '--records=REF,A,B' in done.stderr
+
+
+def test_slice_has_the_real_dimensions():
+  real, got = PRESETS['glm52'], config_from_published(real_slice())
+  assert (got.mla, got.indexer) == (real.mla, real.indexer)
+  assert got.hidden_size == real.hidden_size
+  assert got.indexer_types == ('full', 'shared', 'shared', 'shared')
+  assert got.mlp_types == ('sparse',) * 4
+  assert got.moe.intermediate_size == real.moe.intermediate_size
