@@ -17,7 +17,7 @@ brings the shared tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from glm_jax.benchmarks.report import Request, Row
@@ -50,15 +50,6 @@ class ReuseCase:
   def name(self) -> str:
     """As in 'reuse_32768_c4'."""
     return f'reuse_{self.length}_c{self.concurrent}'
-
-  def trace(self) -> list:
-    """Sessions of one request each."""
-    from glm_jax.serving import benchmark
-
-    own = self.length // 10
-    return benchmark.shared_prefix_trace(
-      1, self.requests + 1, self.length - own, own, _REUSE_OUTPUT
-    )
 
 
 def reuse_cases(window: int) -> list[ReuseCase]:
@@ -206,17 +197,26 @@ def _row(request: Request, case, system, record, figures) -> Row:
 
 
 def reuse(
-  cases: Iterable[ReuseCase], url: str, system: str, log: Callable[..., None]
+  cases: Sequence[ReuseCase], url: str, system: str, log: Callable[..., None]
 ) -> list[tuple[str, str, dict[str, Any]]]:
-  """(case, system, figures) of each."""
+  """(case, system, figures) of cases of one length, each with new endings."""
   from glm_jax.serving import benchmark
 
+  length = cases[0].length
+  own = length // 10
+  first, *sessions = benchmark.shared_prefix_trace(
+    1,
+    1 + sum(case.requests for case in cases),
+    length - own,
+    own,
+    _REUSE_OUTPUT,
+  )
+  if system != NAIVE:  # which keeps nothing
+    benchmark.replay(url, [first])
   found = []
   for case in cases:
     log(f'{system}: {case.name}')
-    first, *trace = case.trace()
-    if system != NAIVE:  # which keeps nothing
-      benchmark.replay(url, [first])
+    trace, sessions = sessions[: case.requests], sessions[case.requests :]
     run = benchmark.replay(
       url, trace, max_concurrency=case.concurrent, token_ids=True
     )

@@ -120,8 +120,8 @@ class JaxSide:
   ) -> np.ndarray:
     """[2, K, V] draft logits, with sharing and without; float32."""
     top = self._top()
-    model = types.SimpleNamespace(
-      config=self.config,
+    # Arguments of the program: captured, they would be copied into it.
+    weights = dict(
       embed=top.embed,
       head=top.head,
       mtp=self._checkpoint.load_mtp(self.dtype, self._weight_dtype),
@@ -129,7 +129,7 @@ class JaxSide:
     T = len(tokens)
     states = top.norm(jnp.asarray(hidden[:-1], self.dtype))
     run = jax.jit(
-      functools.partial(_draft_logits, model, plan=self._plan),
+      functools.partial(_draft_logits, self.config, plan=self._plan),
       static_argnames='share',
     )
     ids = jnp.asarray(tokens, jnp.int32)
@@ -137,7 +137,7 @@ class JaxSide:
     cache = init_cache(self.config, cdiv(T + len(drafted), PAGE), dtype='f32')
     return np.stack(
       [
-        _numpy(run(ids, states, given, cache, share=share))
+        _numpy(run(weights, ids, states, given, cache, share=share))
         for share in (True, False)
       ]
     )
@@ -221,8 +221,11 @@ def layer_step(
   return cache, captured
 
 
-def _draft_logits(model, tokens, states, given, cache, *, share, plan):
+def _draft_logits(
+  config, weights, tokens, states, given, cache, *, share, plan
+):
   """Draft logits [K, V] after all tokens: prefill, then one round."""
+  model = types.SimpleNamespace(config=config, **weights)
   T, K = len(tokens), given.shape[1]
   page_table = jnp.arange(cache.num_pages, dtype=jnp.int32)[None]
   rows = make_rows(

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import safetensors
 import torch
+import torch.overrides
 import transformers
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
@@ -44,6 +45,7 @@ class TorchSide:
     dtype: str = 'float32',
     *,
     device: str = 'cpu',
+    keep_scores: int = 8192,
   ):
     """Opens a checkpoint directory.
 
@@ -51,6 +53,8 @@ class TorchSide:
       path: local directory with config.json and safetensors.
       dtype: 'float32' or 'bfloat16', of weights and arithmetic.
       device: where PyTorch computes: 'cpu' or 'cuda'.
+      keep_scores: longest context whose index scores are kept, as in
+        `JaxSide`.
 
     Raises:
       ValueError: transformers reads another model out of config.json, or
@@ -62,6 +66,7 @@ class TorchSide:
         "use 'cpu'"
       )
     self.device = torch.device(device)
+    self._keep_scores = keep_scores
     with open(os.path.join(path, 'config.json'), encoding='utf-8') as file:
       published = json.load(file)
     self.config = config_from_published(published)
@@ -161,8 +166,11 @@ class TorchSide:
     lowest = torch.finfo(self.dtype).min
     mask = torch.full((T, T), lowest, dtype=self.dtype).triu(1)[None, None]
     given = None if selected is None else _oracle_indices(selected, self.device)
+    watched = None
+    if selected is None and T <= self._keep_scores:
+      watched = module.self_attn.indexer
     try:
-      with _replay(module.self_attn.indexer, given):
+      with _replay(module.self_attn.indexer, given), _scores(watched, seen):
         out, _ = module(
           hidden,
           attention_mask=mask,
@@ -176,6 +184,10 @@ class TorchSide:
     if selected is None:
       topk = self.config.indexer.topk
       selected = contract_selection(seen['topk'][0].cpu().numpy(), topk)
+    scores = None
+    if 'scores' in seen:
+      scores = _numpy(seen['scores'][0])
+      scores[scores <= lowest / 2] = -np.inf  # the mask was added
     experts = choice = None
     if 'router' in seen:
       bias = module.mlp.gate.e_score_correction_bias
@@ -190,6 +202,7 @@ class TorchSide:
       hidden=_numpy(out[0]),
       experts=experts,
       choice=choice,
+      scores=scores,
     )
 
 
@@ -247,6 +260,36 @@ def _replay(indexer, given: torch.Tensor | None):
     yield
     return
   indexer.forward = lambda *args, **kwargs: given
+  try:
+    yield
+  finally:
+    del indexer.forward
+
+
+@contextlib.contextmanager
+def _scores(indexer, seen: dict):
+  """Puts what the indexer selects from into `seen`; nothing without one.
+
+  transformers keeps its scores within `forward`, so the call of `topk` there
+  is listened to.
+  """
+  if indexer is None:
+    yield
+    return
+
+  class Listen(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+      if function is torch.Tensor.topk:
+        seen.update(scores=args[0])
+      return function(*args, **(kwargs or {}))
+
+  forward = indexer.forward
+
+  def run(*args, **kwargs):
+    with Listen():
+      return forward(*args, **kwargs)
+
+  indexer.forward = run
   try:
     yield
   finally:

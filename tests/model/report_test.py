@@ -19,6 +19,7 @@ from glm_jax.validation.random_checkpoint import (
   real_slice,
   write_random_checkpoint,
 )
+from glm_jax.validation.record import Record
 
 # Five layers, the real sharing and a drafter; index_topk far below the prompt.
 SHAPE = dict(
@@ -70,6 +71,20 @@ def test_figures_and_verdicts(records):
   assert good.kl.shape == (60,) and 0 <= good.kl.max() < 1e-8 < bad.kl.max()
   assert good.other_token is None
   assert good.draft_kl.shape == (2, 4) and good.draft_kl.max() < 1e-8
+
+
+@pytest.mark.parametrize('name', ['torch', 'jax'])
+def test_records_hold_the_scores_of_every_selection(records, name):
+  record = Record(records / name)
+  for layer in record.layers(record.meta.layers):
+    full = record.meta.config['indexer_types'][layer.layer] == 'full'
+    assert (layer.scores is not None) == full
+    if not full:
+      continue
+    assert np.isneginf(layer.scores[np.triu_indices(60, 1)]).all()
+    for t, (scores, kept) in enumerate(zip(layer.scores, layer.selected)):
+      best = np.argsort(-scores[: t + 1], kind='stable')[:16]
+      assert sorted(best) == [p for p in kept if p >= 0]
 
 
 def test_divergence_is_that_of_the_distributions():
