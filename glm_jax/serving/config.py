@@ -58,7 +58,7 @@ class EngineConfig:
   host_cache_bytes: int = 0
   disk_cache_dir: str | None = None
   disk_cache_bytes: int = 1 << 34
-  restore_window: int = 8
+  restore_window: int = 32
   wait_for_restores: bool = False
   steps_ahead: int = 1
   debug: bool = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -41,7 +41,7 @@ class DiskTier:
     directory: epath.PathLike,
     root: bytes,
     budget_bytes: int,
-    to_device: Callable[[Record], dict[str, jax.Array]],
+    to_device: Callable[[Sequence[Record]], list[dict[str, jax.Array]]],
     *,
     threads: int = 4,
   ):
@@ -161,7 +161,7 @@ class DiskTransfer:
     """The record on the device; waits for the file."""
     record = self._reading.result()
     if record is not None and self._moving is None:
-      self._moving = self._to_device(record)
+      (self._moving,) = self._to_device([record])
     return self._moving
 
 

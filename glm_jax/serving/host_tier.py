@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -90,7 +90,7 @@ class HostTier:
     self,
     budget_bytes: int,
     record_bytes: int,
-    to_device: Callable[[Record], Record],
+    to_device: Callable[[Sequence[Record]], list[Record]],
     *,
     pinned: bool,
     checksums: bool = False,
@@ -129,9 +129,9 @@ class HostTier:
     return self.budget_bytes // self.record_bytes
 
   @property
-  def has_room(self) -> bool:
-    """Whether a record fits without another one going."""
-    return self.used_bytes + self.record_bytes <= self.budget_bytes
+  def room(self) -> int:
+    """Records that fit without another one going."""
+    return self.num_records - len(self._stored)
 
   @property
   def arriving(self) -> int:
@@ -163,7 +163,7 @@ class HostTier:
     if key in self._stored:
       self.single(key)
       return
-    while not self.has_room:
+    while self.room < 1:
       if not self._drop_one():
         self.counts['refused'] += 1
         return
@@ -200,21 +200,30 @@ class HostTier:
       stored.crc = checksum(jax.device_get(stored.record))
     stored.arrived = True
 
-  def fetch(self, key: bytes) -> Transfer | None:
-    """Starts to bring a record up; None if it is gone or corrupt."""
+  def fetch(self, keys: Sequence[bytes]) -> list[Transfer | None]:
+    """Starts to bring records up; None for one that is gone or corrupt."""
+    here = [key for key in keys if self._sound(key)]
+    moving = self._to_device([self._stored[key].record for key in here])
+    found = dict(zip(here, map(Arrays, moving), strict=True))
+    for key in keys:
+      if key not in found and self._below is not None:
+        found[key] = self._below.fetch(key)
+    transfers = [found.get(key) for key in keys]
+    self.counts['fetched'] += sum(t is not None for t in transfers)
+    return transfers
+
+  def _sound(self, key: bytes) -> bool:
+    """Whether a record is here; one that is corrupt no longer."""
     stored = self._stored.get(key)
     if stored is None:
-      found = self._below.fetch(key) if self._below is not None else None
-      self.counts['fetched'] += found is not None
-      return found
+      return False
     if stored.crc is not None:
       if checksum(jax.device_get(stored.record)) != stored.crc:
         self.counts['corrupt'] += 1
         self._remove(key)
-        return None
+        return False
     self._stored.move_to_end(key)
-    self.counts['fetched'] += 1
-    return Arrays(self._to_device(stored.record))
+    return True
 
   def pin(self, key: bytes) -> None:
     """A sequence counts on the record."""

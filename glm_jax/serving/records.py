@@ -1,4 +1,4 @@
-"""One page as one record: out of the cache, into it, copied, poisoned.
+"""Pages as records: out of the cache, into it, copied, poisoned.
 
 A record holds a page's rows of every pool: latents of all layers, index
 keys, their scales, the drafter's rows (they are layers of the same pools)
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from glm_jax.cache import Cache
 from glm_jax.serving.host_compute import DEVICE, HOST, runs_on_host
 from pallas_kernels.tiling import PAGE
 
+Record = dict[str, jax.Array]  # by pool
 POOLS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
 # Where a cache keeps its latents in host memory: `host_latent`.
 _ON_HOST = {'latents': 'host', 'latent_scales': 'host_scales'}
@@ -37,18 +39,18 @@ def _pools(cache: Cache) -> list[tuple[str, str, bool]]:
   return [f for f in found if getattr(cache, f[1]) is not None]
 
 
-def _rows(cache: Cache, field: str, plan, page) -> jax.Array:
-  """Row ids [layers, 64] of a page in a pool ([1, 1] of the hidden state).
+def _rows(cache: Cache, field: str, plan, pages: jax.Array) -> jax.Array:
+  """Row ids [n, layers, 64] of pages in a pool ([n, 1, 1] of hidden states).
 
   The pool keeps its shape: seen as pages, a narrow plane of scales would be
   laid out anew on TPU, all of it.
   """
   if field == 'hidden':
-    return page[None, None]
+    return pages[:, None, None]
   kind = 'index_keys' if field.startswith('index') else 'latents'
   rows = getattr(cache, field).shape[0]
-  places = plan.page_places(cache, kind, rows, page)
-  return places[:, None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)
+  places = jax.vmap(lambda page: plan.page_places(cache, kind, rows, page))
+  return places(pages)[..., None] * PAGE + jnp.arange(PAGE, dtype=jnp.int32)
 
 
 def _take(pool, rows):
@@ -63,36 +65,41 @@ _take_on_host = runs_on_host(_take)
 _put_on_host = runs_on_host(_put)
 
 
-def extract(cache: Cache, page: jax.Array, plan) -> dict[str, jax.Array]:
-  """A page's record.
+def extract(cache: Cache, pages: jax.Array, plan) -> list[Record]:
+  """Records of pages.
 
   Args:
     cache: the cache.
-    page: scalar int32.
+    pages: [n] int32.
     plan: knows where a page's layers stand.
 
   Returns:
-    By pool: [layers, 64, ...] ([1, 1, D] for the hidden state).
+    A record a page, by pool: [layers, 64, ...] ([1, 1, D] for the hidden
+    state).
   """
-  record = {}
+  found = {}
   for name, field, on_host in _pools(cache):
-    pool, rows = getattr(cache, field), _rows(cache, field, plan, page)
+    pool, rows = getattr(cache, field), _rows(cache, field, plan, pages)
     if on_host:
       pool, rows = jax.device_put((pool, rows), HOST)
       value = _take_on_host(pool, rows)
       value = jax.device_put(value, DEVICE)
     else:
       value = _take(pool, rows)
-    record[name] = value
-  return record
+    found[name] = value
+  return [
+    {name: value[i] for name, value in found.items()} for i in range(len(pages))
+  ]
 
 
-def insert(cache: Cache, page: jax.Array, record, plan) -> Cache:
-  """Fills a page from a record; donate the cache."""
+def insert(
+  cache: Cache, pages: jax.Array, records: Sequence[Record], plan
+) -> Cache:
+  """Fills pages [n] int32 from their records; donate the cache."""
   changed = {}
   for name, field, on_host in _pools(cache):
-    pool, rows = getattr(cache, field), _rows(cache, field, plan, page)
-    value = record[name]
+    pool, rows = getattr(cache, field), _rows(cache, field, plan, pages)
+    value = jnp.stack([record[name] for record in records])
     if on_host:
       pool, rows, value = jax.device_put((pool, rows, value), HOST)
     put = _put_on_host if on_host else _put
@@ -102,7 +109,8 @@ def insert(cache: Cache, page: jax.Array, record, plan) -> Cache:
 
 def copy(cache: Cache, source: jax.Array, target: jax.Array, plan) -> Cache:
   """Copies a page; donate the cache."""
-  return insert(cache, target, extract(cache, source, plan), plan)
+  record = extract(cache, source[None], plan)
+  return insert(cache, target[None], record, plan)
 
 
 def poison(cache: Cache, page: jax.Array, plan) -> Cache:
@@ -113,17 +121,16 @@ def poison(cache: Cache, page: jax.Array, plan) -> Cache:
       return jnp.full(a.shape, 0xFF, a.dtype)
     return jnp.full(a.shape, jnp.nan, a.dtype)
 
-  return insert(
-    cache, page, jax.tree.map(bad, extract(cache, page, plan)), plan
-  )
+  record = extract(cache, page[None], plan)
+  return insert(cache, page[None], jax.tree.map(bad, record), plan)
 
 
 def record_bytes(cache: Cache, plan) -> int:
   """Bytes of one page's record."""
   shapes = jax.eval_shape(
-    lambda cache: extract(cache, jnp.int32(0), plan), cache
+    lambda cache: extract(cache, jnp.zeros(1, jnp.int32), plan), cache
   )
-  return sum(a.size * a.dtype.itemsize for a in shapes.values())
+  return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))
 
 
 def checksum(record: dict[str, np.ndarray]) -> int:

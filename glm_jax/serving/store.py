@@ -9,6 +9,8 @@ dispatched before still reads the old content (known faults 44, 45).
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,11 +27,11 @@ class Device(Protocol):
   def copy(self, source: int, target: int) -> None:
     """Copies a page."""
 
-  def extract(self, page: int) -> Any:
-    """A page's record, on its way to host memory."""
+  def extract(self, pages: Seq[int]) -> list[Any]:
+    """Records of pages, on their way to host memory."""
 
-  def insert(self, page: int, record: Any) -> None:
-    """Fills a page from a record on the device."""
+  def insert(self, pages: Seq[int], records: Seq[Any]) -> None:
+    """Fills pages from records on the device."""
 
   def poison(self, page: int) -> None:
     """Fills a page with NaN."""
@@ -99,6 +101,7 @@ class PageStore:
     self._caching = caching
     self._debug = debug
     self._reserved = 0
+    self._leaving: list[tuple[bytes, int]] = []  # (key, page) of this call
 
   @property
   def unplanned(self) -> int:
@@ -149,12 +152,13 @@ class PageStore:
         self.tier.pin(seq.keys[block])
     for entry in hit.pages:
       seq.pages.append(self._take() if entry is None else entry.page)
+    own = None if hit.source is None else self._take()
+    self._send_down()
     if hit.source is not None:
       # Copy on write: the sequence goes on in its own copy of the page.
-      page = self._take()
-      self._device.copy(hit.source.page, page)
+      self._device.copy(hit.source.page, own)
       self.pool.release(hit.source.page)
-      seq.pages.append(page)
+      seq.pages.append(own)
       self.counts['copied_pages'] += 1
     seq.computed, seq.draft_from = hit.start, max(hit.tokens, hit.start)
     seq.registered = hit.start // PAGE
@@ -171,12 +175,13 @@ class PageStore:
     while len(seq.pages) * PAGE < tokens:
       page = self.pool.take()
       if page is None:
-        return False
+        break
       if len(seq.pages) < seq.planned:
         self._reserved -= 1
       self.changes.append((seq.slot, len(seq.pages), page))
       seq.pages.append(page)
-    return True
+    self._send_down()
+    return len(seq.pages) * PAGE >= tokens
 
   def register(self, seq: Sequence) -> None:
     """Makes a sequence's complete pages known to others."""
@@ -256,31 +261,48 @@ class PageStore:
       the hit to what lies before it.
     """
     while seq.restores or seq.transfers:
-      while seq.restores and len(seq.transfers) < window:
-        block, key = seq.restores.popleft()
-        seq.transfers.append((block, key, self.tier.fetch(key)))
-      block, key, transfer = seq.transfers[0]
-      if transfer is not None and not (wait or transfer.ready()):
-        return False
-      record = None if transfer is None else transfer.result()
-      if record is None:
+      if len(seq.transfers) <= window // 2:  # so that many go together
+        self._fetch(seq, window - len(seq.transfers))
+      blocks, records, lost = [], [], False
+      for block, _, transfer in seq.transfers:
+        if transfer is not None and not (wait or transfer.ready()):
+          break
+        record = None if transfer is None else transfer.result()
+        lost = record is None
+        if lost:
+          break
+        blocks.append(block)
+        records.append(record)
+      self._restored(seq, blocks, records)
+      if lost:
         self._shorten(seq, block)
         return True
-      seq.transfers.pop(0)
-      self.tier.unpin(key)
-      self._device.insert(seq.pages[block], record)
-      self.counts['restored_pages'] += 1
-      self._restored(seq, block)
+      if not blocks:
+        return False
     return True
 
-  def _restored(self, seq: Sequence, block: int) -> None:
-    tokens = np.array(seq.ids[block * PAGE : (block + 1) * PAGE], np.int32)
-    parent = seq.keys[block - 1] if block else self.index.root
-    page = seq.pages[block]
-    entry = self.index.insert(parent, tokens, page, PAGE - 1)
-    self.tier.doubled(entry.key)
-    if entry.page == page:
-      self.pool.keep(page)
+  def _fetch(self, seq: Sequence, most: int) -> None:
+    """Starts transfers of a sequence's next pages."""
+    count = min(most, len(seq.restores))
+    some = [seq.restores.popleft() for _ in range(count)]
+    transfers = self.tier.fetch([key for _, key in some])
+    for (block, key), transfer in zip(some, transfers, strict=True):
+      seq.transfers.append((block, key, transfer))
+
+  def _restored(self, seq: Sequence, blocks: list[int], records) -> None:
+    """Fills pages and makes them known; theirs are the first transfers."""
+    self._device.insert([seq.pages[block] for block in blocks], records)
+    for block, (_, key, _) in zip(blocks, seq.transfers):
+      self.tier.unpin(key)
+      tokens = np.array(seq.ids[block * PAGE : (block + 1) * PAGE], np.int32)
+      parent = seq.keys[block - 1] if block else self.index.root
+      page = seq.pages[block]
+      entry = self.index.insert(parent, tokens, page, PAGE - 1)
+      self.tier.doubled(entry.key)
+      if entry.page == page:
+        self.pool.keep(page)
+    del seq.transfers[: len(blocks)]
+    self.counts['restored_pages'] += len(blocks)
 
   def _shorten(self, seq: Sequence, block: int) -> None:
     for _, key in [*(t[:2] for t in seq.transfers), *seq.restores]:
@@ -311,15 +333,20 @@ class PageStore:
     """
     if self.tier is None:
       return
-    for page in self.pool.idle_pages():
-      entry = self.index.of_page(page)
-      if len(entry.tokens) == PAGE and not self.tier.has(entry.key):
-        if not most or not (replace or self.tier.has_room):
-          return
-        most -= 1
-        self.tier.put(entry.key, self._device.extract(page))
-        if not replace:
-          self.tier.doubled(entry.key)
+    if not replace:
+      most = min(most, self.tier.room)
+    idle = map(self.index.of_page, self.pool.idle_pages())
+    new = (
+      entry
+      for entry in idle
+      if len(entry.tokens) == PAGE and not self.tier.has(entry.key)
+    )
+    self._leaving = [(e.key, e.page) for e in itertools.islice(new, most)]
+    keys = [key for key, _ in self._leaving]
+    self._send_down()
+    if not replace:
+      for key in keys:
+        self.tier.doubled(key)
 
   def flush(self) -> None:
     """Forgets every page that no sequence holds, in all tiers."""
@@ -351,8 +378,18 @@ class PageStore:
       if self.tier.has(entry.key):
         self.tier.single(entry.key)
       else:
-        self.tier.put(entry.key, self._device.extract(page))
+        self._leaving.append((entry.key, page))
+
+  def _send_down(self) -> None:
+    """Copies pages that are leaving, all at once, before they are written."""
+    if not self._leaving:
+      return
+    keys, pages = zip(*self._leaving)
+    self._leaving = []
+    for key, record in zip(keys, self._device.extract(pages), strict=True):
+      self.tier.put(key, record)
 
   def _freed(self, page: int) -> None:
     if self._debug:
+      self._send_down()
       self._device.poison(page)

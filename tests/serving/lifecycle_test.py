@@ -236,7 +236,7 @@ class SchedulingTest(parameterized.TestCase):
     step_until(engine, 'a', 'decoding')
     while engine._flying:
       engine._read(*engine._flying.popleft())
-    extract = lambda page: jax.device_get(engine.runner.extract(page))
+    extract = lambda page: jax.device_get(engine.runner.extract([page]))[0]
     mine = engine._live['a'].pages[0]
     before = [extract(page) for page in range(24)]
     engine.step()

@@ -69,9 +69,12 @@ class RecordTest(parameterized.TestCase):
     layers = layer_plan(config())
     extract = jax.jit(records.extract, static_argnames='plan')
     every = lambda cache: [
-      jax.device_get(extract(cache, np.int32(p), plan)) for p in range(PAGES)
+      jax.device_get(extract(cache, np.array([p], np.int32), plan))[0]
+      for p in range(PAGES)
     ]
     before = every(cache)
+    some = jax.device_get(extract(cache, np.array([4, 1], np.int32), plan))
+    jax.tree.map(np.testing.assert_array_equal, some, [before[4], before[1]])
     for page, record in enumerate(before):
       slots = page * 64 + np.arange(64)
       for layer in range(layers.num_latent_slots):
@@ -108,7 +111,8 @@ class RecordTest(parameterized.TestCase):
     glm = presets.PRESETS['glm52']
     cache = jax.eval_shape(lambda: init_cache(glm, 4, dtype=dtype))
     record = jax.eval_shape(
-      lambda c: records.extract(c, jnp.int32(0), LocalPlan()), cache
+      lambda c: records.extract(c, jnp.zeros(1, jnp.int32), LocalPlan())[0],
+      cache,
     )
     assert record['latents'].shape[0] == 79
     assert record['index_keys'].shape[0] == 22
@@ -119,7 +123,8 @@ class RecordTest(parameterized.TestCase):
 
   def test_a_partial_record_is_refused(self):
     cache = init_cache(config(), 2, dtype='f32')
-    record = records.extract(cache, jnp.int32(0), LocalPlan())
+    page = jnp.ones(1, jnp.int32)
+    (record,) = records.extract(cache, page, LocalPlan())
     del record['index_keys']
     with pytest.raises(KeyError):
-      records.insert(cache, jnp.int32(1), record, LocalPlan())
+      records.insert(cache, page, [record], LocalPlan())

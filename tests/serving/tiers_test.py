@@ -21,7 +21,7 @@ from small_models import TILED, small_model
 
 from glm_jax.serving.disk_tier import DiskTier, decode, encode
 from glm_jax.serving.engine import Engine
-from glm_jax.serving.runner import Runner
+from glm_jax.serving.runner import GROUP, Runner
 from glm_jax.serving.sequence import State
 
 TEXT = random_prompt(rng(5), 140)
@@ -97,12 +97,13 @@ class HostTest(parameterized.TestCase):
     engine = engine_with()
     serve(engine, [request('a', TEXT, 2)])
     entry = engine.store.find(_sequence(engine, TEXT)).pages[0]
-    want = jax.device_get(engine.runner.extract(entry.page))
-    record = engine.runner.extract(entry.page)
+    extract = lambda: engine.runner.extract([entry.page])
+    (want,) = jax.device_get(extract())
+    record = extract()
     engine.runner.poison(entry.page)
-    bad = jax.device_get(engine.runner.extract(entry.page))
-    engine.runner.insert(entry.page, engine.runner.to_device(record))
-    got = jax.device_get(engine.runner.extract(entry.page))
+    (bad,) = jax.device_get(extract())
+    engine.runner.insert([entry.page], engine.runner.to_device(record))
+    (got,) = jax.device_get(extract())
     layers = len(small_model(0).config.indexer_types) + 1
     assert want['latents'].shape[:2] == (layers, 64)
     assert set(want) == {'latents', 'index_keys', 'hidden'}
@@ -110,6 +111,25 @@ class HostTest(parameterized.TestCase):
       assert np.isnan(bad[name]).all(), name
       np.testing.assert_array_equal(got[name], want[name], name)
     assert sum(a.nbytes for a in want.values()) == engine.runner.record_bytes
+
+  def test_many_pages_move_as_they_do_one_by_one(self):
+    runner = engine_with(num_pages=40).runner
+    pages = [*range(5, 5 + 2 * GROUP), 2, 1]  # groups, and two left over
+    rng_of = np.random.default_rng
+    records = [
+      {
+        name: rng_of(page).normal(size=part.shape).astype(np.float32)
+        for name, part in runner.extract([page])[0].items()
+      }
+      for page in pages
+    ]
+    runner.insert(pages, runner.to_device(records))
+    together = jax.device_get(runner.extract(pages))
+    for page, want, got in zip(pages, records, together, strict=True):
+      (alone,) = jax.device_get(runner.extract([page]))
+      for name in want:
+        np.testing.assert_array_equal(got[name], want[name], str(page))
+        np.testing.assert_array_equal(alone[name], want[name], str(page))
 
   def test_a_missing_page_shortens_the_hit(self):
     engine = engine_with()
@@ -146,11 +166,12 @@ class HostTest(parameterized.TestCase):
     push_out(engine)
     fetch, held = engine.host.fetch, [True]
 
-    def slow(key):
-      transfer = fetch(key)
-      ready = transfer.ready
-      transfer.ready = lambda: not held[0] and ready()
-      return transfer
+    def slow(keys):
+      transfers = fetch(keys)
+      for transfer in transfers:
+        ready = transfer.ready
+        transfer.ready = lambda ready=ready: not held[0] and ready()
+      return transfers
 
     engine.host.fetch = slow
     engine.submit(request('slow', TEXT, 8))
@@ -170,10 +191,11 @@ class HostTest(parameterized.TestCase):
     push_out(engine)
     fetch = engine.host.fetch
 
-    def never(key):
-      transfer = fetch(key)
-      transfer.ready = lambda: False
-      return transfer
+    def never(keys):
+      transfers = fetch(keys)
+      for transfer in transfers:
+        transfer.ready = lambda: False
+      return transfers
 
     engine.host.fetch = never
     engine.submit(request('other', TEXT[:30], 30))
@@ -273,7 +295,8 @@ def _records(engine, text):
   """Every plane of the first two pages of a text."""
   found = {}
   for i, entry in enumerate(engine.store.find(_sequence(engine, text)).pages):
-    for name, plane in engine.runner.extract(entry.page).items():
+    (record,) = engine.runner.extract([entry.page])
+    for name, plane in record.items():
       found[i, name] = np.array(plane)
       if not i and name != 'hidden':
         found[i, name][-1, 0] = 0  # The drafter's row i lies in slot i + 1.
