@@ -5,6 +5,7 @@ import pytest
 from absl.testing import parameterized
 from small_engines import random_prompt, rng
 
+from glm_jax.serving.host_tier import HostTier
 from glm_jax.serving.pages import PagePool
 from glm_jax.serving.prefix import PrefixIndex, chain
 from glm_jax.serving.request import Request
@@ -243,3 +244,30 @@ class StoreTest(parameterized.TestCase):
       store.release(seq)
       poisoned = [c[1] for c in store._device.calls if c[0] == 'poison']
       assert sorted(poisoned) == (sorted(pages) if debug else [])
+
+  def test_pages_leave_together_before_any_of_them_is_written(self):
+    device = Tape()
+    device.extract = lambda pages: (
+      device.calls.append(('extract', *pages)) or [f'of {p}' for p in pages]
+    )
+    tier = HostTier(8, 1, list, pinned=True)
+    store = PageStore(8, device, tier=tier)
+    shared, other = random_prompt(rng(0), 100), random_prompt(rng(1), 256)
+    for ids in (shared, other):
+      seq = sequence(ids)
+      admit(store, seq)
+      prefill(store, seq)
+      store.release(seq)
+    device.calls.clear()
+    # All of `shared` but a token, so its half page is copied, and long enough
+    # to push out what is older.
+    seq = sequence((*shared[:99], *random_prompt(rng(2), 300)))
+    admit(store, seq)
+    assert store.grow(seq, len(seq.ids))
+    names = [call[0] for call in device.calls]
+    assert names == ['copy', 'set_row', 'extract']
+    left = device.calls[-1][1:]
+    assert len(left) > 1 and set(left) < set(seq.pages)
+    assert [tier.fetch([key])[0].result() for key in tier.keys()] == [
+      f'of {page}' for page in left
+    ]
