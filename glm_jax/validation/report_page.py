@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from collections.abc import Callable, Sequence
 
 import jinja2
@@ -28,7 +29,10 @@ img { max-width: 100%; } .bad { color: #b00020; font-weight: 600; }
 <h1>glm-jax validation</h1>
 <p>Recorded runs, each beside the first of its case. Errors are
 ‖run − reference‖ / ‖reference‖ over all rows; KL is from the reference's
-next-token distribution, every run given the same tokens.</p>
+next-token distribution, every run given the same tokens. A selection agrees
+if the keys that differ tie with the last one chosen, within the tolerance;
+the run then goes on with the reference's. In bfloat16 every layer is given
+the reference's input.</p>
 {% for case, pictures in cases %}
 <h2>{{ case.name }}: {{ case.meta.dtype }}, {{ case.meta.tokens | length }}
 tokens</h2>
@@ -45,7 +49,7 @@ tokens</h2>
 <td>{{ (run.kl.max() if run.kl is not none else none) | number }}</td>
 <td>{{ r.argmax_agreement | share }}</td>
 <td>{{ 'none' if run.other_token is none else run.other_token }}</td>
-<td>{{ r.selected_set_agreement | share }}</td>
+<td>{{ r.selected_set_agreement | share }} ({{ r.selected_ties }} ties)</td>
 <td>{{ (run.draft_kl.max() if run.draft_kl is not none else none) | number }}
 </td></tr>{% endfor %}</table>
 {% for title, image in pictures %}
@@ -94,15 +98,17 @@ def pictures(case: Case) -> list[tuple[str, str]]:
   if any(run.kl is not None for run in case.runs):
     out.append(('Next-token distributions', _picture(case, _next_tokens)))
   if any(run.draft_kl is not None for run in case.runs):
-    out.append(('Draft steps', _picture(case, _drafts)))
+    out.append(
+      ('Draft steps, index and rows shared or not', _picture(case, _drafts))
+    )
   return out
 
 
 def _picture(case: Case, draw: Callable) -> str:
-  figure = Figure(figsize=(9, 3.6), layout='constrained')
+  figure = Figure(figsize=(10.5, 3.4), layout='constrained')
   axes = figure.subplots()
   draw(axes, case.runs)
-  axes.legend(fontsize='small')
+  axes.legend(fontsize='small', loc='center left', bbox_to_anchor=(1, 0.5))
   axes.grid(alpha=0.3)
   axes.xaxis.set_major_locator(MaxNLocator(integer=True))
   stream = io.BytesIO()
@@ -111,15 +117,20 @@ def _picture(case: Case, draw: Callable) -> str:
 
 
 def _growth(axes, runs):
-  for run in runs:
+  for color, run in zip(_colors(), runs):
     at = [e.layer for e in run.layers]
     for tensor, style in (('hidden', '-'), ('attention', ':')):
       # An error of exactly 0 has no place on a logarithmic axis.
       values = [getattr(e, tensor) or np.nan for e in run.layers]
-      axes.plot(at, values, f'o{style}', ms=3, label=f'{run.name}: {tensor}')
+      label = f'{run.name}: {tensor}'
+      axes.plot(at, values, f'o{style}', c=color, ms=3, label=label)
   axes.set_yscale('log')
   axes.set_xlabel('layer')
   axes.set_ylabel('relative error')
+
+
+def _colors():
+  return itertools.cycle(f'C{i}' for i in range(10))
 
 
 def _selections(axes, runs):
@@ -145,12 +156,13 @@ def _next_tokens(axes, runs):
 
 
 def _drafts(axes, runs):
-  for run in runs:
+  kinds = (('shared', '-'), ('not shared', ':'))  # index and rows
+  for color, run in zip(_colors(), runs):
     if run.draft_kl is not None:
-      for kl, kind in zip(run.draft_kl, ('shared', 'not shared')):
-        steps = range(1, len(kl) + 1)
-        label = f'{run.name}: index and rows {kind}'
-        axes.plot(steps, np.maximum(kl, 1e-18), 'o-', ms=4, label=label)
+      for kl, (kind, style) in zip(run.draft_kl, kinds):
+        steps, label = range(1, len(kl) + 1), f'{run.name}: {kind}'
+        kl = np.maximum(kl, 1e-18)
+        axes.plot(steps, kl, f'o{style}', c=color, ms=4, label=label)
   axes.set_yscale('log')
   axes.set_xlabel('draft step')
   axes.set_ylabel('KL from the reference (nats)')
