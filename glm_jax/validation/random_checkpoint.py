@@ -164,6 +164,8 @@ def _add_drafter(directory, config, dtype) -> None:
 
 
 if __name__ == '__main__':
+  if len(sys.argv) != 2:
+    sys.exit('usage: python -m glm_jax.validation.random_checkpoint DIR')
   write_random_checkpoint(
     sys.argv[1], 0, real_slice(), mtp=True, dtype=torch.bfloat16
   )
