@@ -222,6 +222,8 @@ def sized(model, drafts: int, limit, plan, say):
       context=_MAX_LEN.value or window,
       plan=plan,
     )
+    if _HOST_GIB.value:
+      memory -= sizing.moving_bytes(model.config, dtype, plan)
     # Every process must come to the same.
     memory = distributed.least(max(memory, 0) >> 20) << 20
   host_bytes = int(_HOST_LATENTS.value * 2**30)

@@ -18,6 +18,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
+# Pages of one call that moves many: a call takes the host as long as any.
+GROUP = 16
+
 
 class PagePool:
   """Pages 0 .. num_pages - 1 of one cache.

@@ -26,6 +26,7 @@ from glm_jax.plan import LocalPlan
 from glm_jax.serving import placement, records, tuning
 from glm_jax.serving.config import Buckets, EngineConfig, buckets
 from glm_jax.serving.inputs import InputBuilder
+from glm_jax.serving.pages import GROUP
 from glm_jax.serving.scheduler import StepPlan
 from glm_jax.serving.steps import (
   StepInputs,
@@ -37,8 +38,6 @@ from glm_jax.serving.tuning import Tuning
 from pallas_kernels.tiling import PAGE, cdiv
 
 TABLE_ENTRIES = 64  # changes of the page table in one call
-# Pages of one call that moves many: a call takes the host as long as any.
-GROUP = 16
 
 
 @functools.cache

@@ -10,7 +10,9 @@ import numpy as np
 
 from glm_jax.cache import init_cache
 from glm_jax.config import ModelConfig
+from glm_jax.serving.config import EngineConfig
 from glm_jax.serving.host_latent import HostLatentPlan
+from glm_jax.serving.pages import GROUP
 from pallas_kernels.tiling import PAGE, cdiv
 
 # Of host memory, where the device has none of its own: a cache beside the
@@ -95,6 +97,12 @@ def workspace_bytes(
   scores = 2 * 4 * 8 * context
   ahead = plan.ahead_bytes if isinstance(plan, HostLatentPlan) else 0
   return logits + hidden + scores + ahead
+
+
+def moving_bytes(config: ModelConfig, dtype: str, plan=None) -> int:
+  """Bytes of records on their way up from host memory, at most."""
+  records = EngineConfig.restore_window + GROUP
+  return records * page_bytes(config, dtype, plan)
 
 
 def available_bytes(utilization: float) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from glm_jax.serving.pages import PagePool
+from glm_jax.serving.pages import GROUP, PagePool
 from glm_jax.serving.prefix import Entry, PrefixIndex, chain
 from glm_jax.serving.sequence import Sequence, State
 from pallas_kernels.tiling import PAGE
@@ -381,15 +381,17 @@ class PageStore:
         self._leaving.append((entry.key, page))
 
   def _send_down(self) -> None:
-    """Copies pages that are leaving, all at once, before they are written."""
-    if not self._leaving:
-      return
-    keys, pages = zip(*self._leaving)
-    self._leaving = []
-    for key, record in zip(keys, self._device.extract(pages), strict=True):
-      self.tier.put(key, record)
+    """Copies the pages that are leaving, before anything writes to them.
+
+    A group at a time: records beyond the tier's budget are at most a group.
+    """
+    leaving, self._leaving = self._leaving, []
+    for at in range(0, len(leaving), GROUP):
+      keys, pages = zip(*leaving[at : at + GROUP])
+      for key, record in zip(keys, self._device.extract(pages), strict=True):
+        self.tier.put(key, record)
 
   def _freed(self, page: int) -> None:
     if self._debug:
-      self._send_down()
+      self._send_down()  # also where a test takes pages past the store
       self._device.poison(page)

@@ -139,10 +139,10 @@ def _selections(axes, runs):
     full = [e for e in run.layers if e.same_keys is not None]
     lost = [1 - e.same_keys for e in full]
     axes.plot([e.layer for e in full], lost, 'o-', ms=4, label=run.name)
-    top = max(top, *lost)
+    top = max([top, *lost])
   axes.set_xlabel('layer with an indexer')
   axes.set_ylabel('selected keys that differ (share)')
-  axes.set_xlim(-0.5, max(e.layer for e in runs[0].layers) + 0.5)
+  axes.set_xlim(-0.5, max(e.layer for r in runs for e in r.layers) + 0.5)
   axes.set_ylim(-0.05 * top, 1.1 * top)
 
 

@@ -6,7 +6,7 @@ from absl.testing import parameterized
 from small_engines import random_prompt, rng
 
 from glm_jax.serving.host_tier import HostTier
-from glm_jax.serving.pages import PagePool
+from glm_jax.serving.pages import GROUP, PagePool
 from glm_jax.serving.prefix import PrefixIndex, chain
 from glm_jax.serving.request import Request
 from glm_jax.serving.sequence import Sequence, State
@@ -153,6 +153,16 @@ def prefill(store, seq):
   store.register(seq)
 
 
+def leaving_store(num_pages, budget=8):
+  """A store whose pages leave for a tier of `budget` records."""
+  device = Tape()
+  device.extract = lambda pages: (
+    device.calls.append(('extract', *pages)) or [f'of {p}' for p in pages]
+  )
+  tier = HostTier(budget, 1, list, pinned=True)
+  return PageStore(num_pages, device, tier=tier)
+
+
 class StoreTest(parameterized.TestCase):
   def test_a_hit_of_n_pages_leaves_exactly_the_rest(self):
     store = PageStore(8, Tape(), with_drafter=True)
@@ -246,12 +256,8 @@ class StoreTest(parameterized.TestCase):
       assert sorted(poisoned) == (sorted(pages) if debug else [])
 
   def test_pages_leave_together_before_any_of_them_is_written(self):
-    device = Tape()
-    device.extract = lambda pages: (
-      device.calls.append(('extract', *pages)) or [f'of {p}' for p in pages]
-    )
-    tier = HostTier(8, 1, list, pinned=True)
-    store = PageStore(8, device, tier=tier)
+    store = leaving_store(8)
+    device, tier = store._device, store.tier
     shared, other = random_prompt(rng(0), 100), random_prompt(rng(1), 256)
     for ids in (shared, other):
       seq = sequence(ids)
@@ -271,3 +277,34 @@ class StoreTest(parameterized.TestCase):
     assert [tier.fetch([key])[0].result() for key in tier.keys()] == [
       f'of {page}' for page in left
     ]
+
+  def test_attach_copies_out_before_it_writes(self):
+    store = leaving_store(4)
+    for seed in (0, 1):  # a full page and a half one each
+      seq = sequence(random_prompt(rng(seed), 100))
+      admit(store, seq)
+      prefill(store, seq)
+      store.release(seq)
+    assert store.pool.num_free == 0
+    store.pool.take()  # the half page, so that a full one leaves next
+    store._device.calls.clear()
+    admit(store, sequence((*random_prompt(rng(1), 100)[:99], 1)))
+    names = [call[0] for call in store._device.calls]
+    assert names == ['extract', 'copy', 'set_row']
+
+  def test_records_beyond_the_budget_are_a_group_at_most(self):
+    store = leaving_store(100, budget=8)
+    alive = []
+    extract = store._device.extract
+
+    def count(pages):
+      alive.append(len(store.tier) + len(pages))
+      return extract(pages)
+
+    store._device.extract = count
+    for seed in (0, 1):
+      seq = sequence(random_prompt(rng(seed), 6000))
+      admit(store, seq)
+      prefill(store, seq)
+      store.release(seq)
+    assert len(alive) > 3 and max(alive) <= 8 + GROUP

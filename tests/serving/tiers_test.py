@@ -21,7 +21,8 @@ from small_models import TILED, small_model
 
 from glm_jax.serving.disk_tier import DiskTier, decode, encode
 from glm_jax.serving.engine import Engine
-from glm_jax.serving.runner import GROUP, Runner
+from glm_jax.serving.pages import GROUP
+from glm_jax.serving.runner import Runner
 from glm_jax.serving.sequence import State
 
 TEXT = random_prompt(rng(5), 140)
