@@ -282,9 +282,8 @@ class _Labelled:
   def write(self, text: str) -> int:
     with self._lock:
       for line in text.splitlines(keepends=True):
-        if self._fresh:
-          self._stream.write(self._label)
-        self._stream.write(line)
+        # In one write: the runtime's own lines would come in between.
+        self._stream.write(self._label + line if self._fresh else line)
         self._fresh = line.endswith('\n')
     return len(text)
 
