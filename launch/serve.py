@@ -211,6 +211,7 @@ def sized(model, drafts: int, limit, plan, say):
   if _CACHE_DTYPE.value != 'auto':
     dtype = _CACHE_DTYPE.value
   dtype = cache_dtype(model.config, dtype)
+  page = sizing.page_bytes(model.config, dtype, plan)
   memory = _CACHE_BYTES.value
   if memory is None:
     window = model.config.max_position_embeddings
@@ -222,12 +223,10 @@ def sized(model, drafts: int, limit, plan, say):
       context=_MAX_LEN.value or window,
       plan=plan,
     )
-    if _HOST_GIB.value:
-      memory -= sizing.moving_bytes(model.config, dtype, plan)
+    memory -= sizing.MOVING * page if _HOST_GIB.value else 0
     # Every process must come to the same.
     memory = distributed.least(max(memory, 0) >> 20) << 20
   host_bytes = int(_HOST_LATENTS.value * 2**30)
-  page = sizing.page_bytes(model.config, dtype, plan)
   latents = sizing.host_page_bytes(model.config, dtype) if host_bytes else 0
   if host_bytes:
     memory = min(memory, host_bytes // latents * page)

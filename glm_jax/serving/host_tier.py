@@ -17,14 +17,12 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
 
-from glm_jax.serving.records import checksum
-
-Record = dict[str, Any]  # by pool: jax arrays, or numpy arrays
+from glm_jax.serving.records import Record, checksum
 
 
 class Transfer(Protocol):

@@ -16,10 +16,19 @@ continues it.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # Pages of one call that moves many: a call takes the host as long as any.
 GROUP = 16
+
+
+def groups(count: int) -> Iterator[slice]:
+  """Cuts pages into groups and what is left into ones: two shapes."""
+  whole = count - count % GROUP
+  for at in range(0, whole, GROUP):
+    yield slice(at, at + GROUP)
+  for at in range(whole, count):
+    yield slice(at, at + 1)
 
 
 class PagePool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from glm_jax.cache import Cache
 from glm_jax.serving.host_compute import DEVICE, HOST, runs_on_host
 from pallas_kernels.tiling import PAGE
 
-Record = dict[str, jax.Array]  # by pool
+Record = dict[str, Any]  # by pool: jax arrays, or numpy arrays
 POOLS = ('latents', 'latent_scales', 'index_keys', 'index_scales', 'hidden')
 # Where a cache keeps its latents in host memory: `host_latent`.
 _ON_HOST = {'latents': 'host', 'latent_scales': 'host_scales'}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import jax
@@ -26,7 +25,7 @@ from glm_jax.plan import LocalPlan
 from glm_jax.serving import placement, records, tuning
 from glm_jax.serving.config import Buckets, EngineConfig, buckets
 from glm_jax.serving.inputs import InputBuilder
-from glm_jax.serving.pages import GROUP
+from glm_jax.serving.pages import GROUP, groups
 from glm_jax.serving.scheduler import StepPlan
 from glm_jax.serving.steps import (
   StepInputs,
@@ -91,15 +90,6 @@ def _extract(sharding):
   return jax.jit(
     records.extract, out_shardings=sharding, static_argnames='plan'
   )
-
-
-def _groups(count: int) -> Iterator[slice]:
-  """Cuts pages into groups and what is left into ones: two shapes."""
-  whole = count - count % GROUP
-  for at in range(0, whole, GROUP):
-    yield slice(at, at + GROUP)
-  for at in range(whole, count):
-    yield slice(at, at + 1)
 
 
 class Runner:
@@ -365,15 +355,12 @@ class Runner:
 
   def copy(self, source: int, target: int) -> None:
     """Copies a page."""
-    cache = _copy(
-      self._state.cache, np.int32(source), np.int32(target), self._layout
-    )
-    self._state = dataclasses.replace(self._state, cache=cache)
+    self._change(_copy, np.int32(source), np.int32(target))
 
   def extract(self, pages: Seq[int]) -> list[records.Record]:
     """Records of pages, on their way to the host."""
     found = []
-    for at in _groups(len(pages)):
+    for at in groups(len(pages)):
       some = np.array(pages[at], np.int32)
       found += self._extract(self._state.cache, some, self._layout)
     if not self.pinned:
@@ -387,15 +374,15 @@ class Runner:
 
   def insert(self, pages: Seq[int], filled: Seq[records.Record]) -> None:
     """Fills pages from records on the device."""
-    cache = self._state.cache
-    for at in _groups(len(pages)):
-      some = np.array(pages[at], np.int32)
-      cache = _insert(cache, some, list(filled[at]), self._layout)
-    self._state = dataclasses.replace(self._state, cache=cache)
+    for at in groups(len(pages)):
+      self._change(_insert, np.array(pages[at], np.int32), list(filled[at]))
 
   def poison(self, page: int) -> None:
     """Fills a page with NaN."""
-    cache = _poison(self._state.cache, np.int32(page), self._layout)
+    self._change(_poison, np.int32(page))
+
+  def _change(self, move, *args) -> None:
+    cache = move(self._state.cache, *args, self._layout)
     self._state = dataclasses.replace(self._state, cache=cache)
 
   def set_row(self, slot: int, pages: Seq[int]) -> None:

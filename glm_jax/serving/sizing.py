@@ -15,6 +15,9 @@ from glm_jax.serving.host_latent import HostLatentPlan
 from glm_jax.serving.pages import GROUP
 from pallas_kernels.tiling import PAGE, cdiv
 
+# Records on the device, at most, while pages come up from host memory.
+MOVING = EngineConfig.restore_window + GROUP
+
 # Of host memory, where the device has none of its own: a cache beside the
 # user's other programs, as other servers do it.
 _HOST_BYTES = 4 << 30
@@ -97,12 +100,6 @@ def workspace_bytes(
   scores = 2 * 4 * 8 * context
   ahead = plan.ahead_bytes if isinstance(plan, HostLatentPlan) else 0
   return logits + hidden + scores + ahead
-
-
-def moving_bytes(config: ModelConfig, dtype: str, plan=None) -> int:
-  """Bytes of records on their way up from host memory, at most."""
-  records = EngineConfig.restore_window + GROUP
-  return records * page_bytes(config, dtype, plan)
 
 
 def available_bytes(utilization: float) -> int:

@@ -166,11 +166,8 @@ class TorchSide:
     lowest = torch.finfo(self.dtype).min
     mask = torch.full((T, T), lowest, dtype=self.dtype).triu(1)[None, None]
     given = None if selected is None else _oracle_indices(selected, self.device)
-    watched = None
-    if selected is None and T <= self._keep_scores:
-      watched = module.self_attn.indexer
     try:
-      with _replay(module.self_attn.indexer, given), _scores(watched, seen):
+      with _watch(module.self_attn.indexer, given, seen):
         out, _ = module(
           hidden,
           attention_mask=mask,
@@ -185,7 +182,7 @@ class TorchSide:
       topk = self.config.indexer.topk
       selected = contract_selection(seen['topk'][0].cpu().numpy(), topk)
     scores = None
-    if 'scores' in seen:
+    if 'scores' in seen and T <= self._keep_scores:
       scores = _numpy(seen['scores'][0])
       scores[scores <= lowest / 2] = -np.inf  # the mask was added
     experts = choice = None
@@ -253,40 +250,34 @@ def _oracle_indices(selected: np.ndarray, device) -> torch.Tensor:
   return torch.as_tensor(whole, device=device)[None]
 
 
-@contextlib.contextmanager
-def _replay(indexer, given: torch.Tensor | None):
-  """Makes a full layer's indexer answer `given`; nothing without either."""
-  if indexer is None or given is None:
-    yield
-    return
-  indexer.forward = lambda *args, **kwargs: given
-  try:
-    yield
-  finally:
-    del indexer.forward
+class _Listen(torch.overrides.TorchFunctionMode):
+  """Puts what `topk` is asked of into a dictionary, as 'scores'."""
+
+  def __init__(self, seen: dict):
+    super().__init__()
+    self._seen = seen
+
+  def __torch_function__(self, function, types, args=(), kwargs=None):
+    if function is torch.Tensor.topk:
+      self._seen['scores'] = args[0]
+    return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def _scores(indexer, seen: dict):
-  """Puts what the indexer selects from into `seen`; nothing without one.
+def _watch(indexer, given: torch.Tensor | None, seen: dict):
+  """Makes a full layer's indexer answer `given`, or hears its scores.
 
-  transformers keeps its scores within `forward`, so the call of `topk` there
-  is listened to.
+  transformers keeps scores within `forward`, so `topk` is listened to there.
   """
   if indexer is None:
     yield
     return
-
-  class Listen(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-      if function is torch.Tensor.topk:
-        seen.update(scores=args[0])
-      return function(*args, **(kwargs or {}))
-
   forward = indexer.forward
 
   def run(*args, **kwargs):
-    with Listen():
+    if given is not None:
+      return given
+    with _Listen(seen):
       return forward(*args, **kwargs)
 
   indexer.forward = run

@@ -234,6 +234,7 @@ def test_shared_beginnings_by_length(monkeypatch):
     ('reuse_512_c4', 'engine'),
     ('reuse_512_c4', 'naive'),
   ]
+  assert '--max_num_seqs=16' in started[0]
   assert '--max_model_len=544' in started[0] and len(started) == 2
   assert started[1][-4:] == started[0]
   assert report.rows[0].details['speedup'] > 0

@@ -116,10 +116,9 @@ class HostTest(parameterized.TestCase):
   def test_many_pages_move_as_they_do_one_by_one(self):
     runner = engine_with(num_pages=40).runner
     pages = [*range(5, 5 + 2 * GROUP), 2, 1]  # groups, and two left over
-    rng_of = np.random.default_rng
     records = [
       {
-        name: rng_of(page).normal(size=part.shape).astype(np.float32)
+        name: rng(page).normal(size=part.shape).astype(np.float32)
         for name, part in runner.extract([page])[0].items()
       }
       for page in pages
