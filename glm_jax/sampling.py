@@ -9,10 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from pallas_kernels.streaming_topk.threshold import search, sortable
 
 
 class Purpose(enum.IntEnum):
@@ -102,40 +106,137 @@ def noise_key(
   return jax.random.fold_in(key, int(purpose))
 
 
-def filtered_logits(logits: jax.Array, params: SamplingParams) -> jax.Array:
+def filtered_logits(
+  logits: jax.Array, params: SamplingParams, axes: Sequence[str] = ()
+) -> jax.Array:
   """Logits after temperature, top_k, top_p and min_p.
 
+  No row is sorted: its cuts are thresholds, found by counting. A row of
+  temperature 0 is an argmax, and searches are paid only where some other row
+  needs them.
+
   Args:
-    logits: [B, V] float32.
+    logits: [B, V] float32; inside `shard_map` this rank's part of V.
     params: one entry a row.
+    axes: mesh axes that the vocabulary is split over.
 
   Returns:
     [B, V] float32, -inf where a token may not be drawn. The best token
     always may. Rows of temperature 0 keep the best token alone (the lowest
     id among equals).
   """
-  V = logits.shape[-1]
   greedy = params.temperature <= 0
-  scaled = logits / jnp.where(greedy, 1, params.temperature)[:, None]
+  # XLA divides by one row's temperature otherwise than by many rows'.
+  scaled = logits * (1 / jnp.where(greedy, 1, params.temperature))[:, None]
+  cuts = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
 
-  def cut(scaled):
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(V)[None]
-    k = jnp.where(greedy, 1, params.top_k)[:, None]
-    keep = (rank < k) | (k == 0)
-    p = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    keep &= (before < params.top_p[:, None]) | (params.top_p >= 1)[:, None]
-    keep &= p >= params.min_p[:, None] * p[:, :1]
-    keep |= rank == 0
-    rows = jnp.arange(logits.shape[0])[:, None]
-    kept = jnp.zeros(logits.shape, bool).at[rows, order].set(keep)
-    return jnp.where(kept, scaled, -jnp.inf)
+  def cut():
+    row = _Row.of(scaled, axes)
+    keep = lax.cond(
+      jnp.any(cuts & ~greedy),
+      lambda: _kept(row, params),
+      lambda: jnp.ones(scaled.shape, bool),
+    )
+    return jnp.where(keep & ~greedy[:, None] | row.best(), scaled, -jnp.inf)
 
-  cuts = greedy | (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-  # The sort over the vocabulary is paid only where some row needs it.
-  return jax.lax.cond(jnp.any(cuts), cut, lambda s: s, scaled)
+  return lax.cond(jnp.any(cuts | greedy), cut, lambda: scaled)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """Rows of logits after temperature, or each rank's part of them.
+
+  Attributes:
+    scaled: [B, V] float32.
+    ids: [V] int32 token ids.
+    top: [B] float32 the largest of a row.
+    axes: mesh axes that V is split over.
+  """
+
+  scaled: jax.Array
+  ids: jax.Array
+  top: jax.Array
+  axes: tuple[str, ...]
+
+  @classmethod
+  def of(cls, scaled, axes):
+    size, axes = scaled.shape[1], tuple(axes)
+    ids = jnp.arange(size, dtype=jnp.int32)
+    if axes:
+      ids += lax.axis_index(axes) * size
+    top = jnp.max(scaled, axis=1)
+    return cls(scaled, ids, lax.pmax(top, axes) if axes else top, axes)
+
+  def sum(self, values) -> jax.Array:
+    """Sums [B] over the vocabulary."""
+    whole = jnp.sum(values, axis=1)
+    return lax.psum(whole, self.axes) if self.axes else whole
+
+  def least(self, values) -> jax.Array:
+    """Smallest values [B] over the vocabulary."""
+    whole = jnp.min(values, axis=1)
+    return lax.pmin(whole, self.axes) if self.axes else whole
+
+  def best(self) -> jax.Array:
+    """[B, V] bool: the best token alone, the lowest id among equals."""
+    equal = self.scaled == self.top[:, None]
+    far = jnp.iinfo(jnp.int32).max
+    return self.ids == self.least(jnp.where(equal, self.ids, far))[:, None]
+
+  def largest(self, keys, live, k) -> jax.Array:
+    """[B, V] bool: the k [B] largest live keys; ties go to the lowest ids."""
+    count = lambda which: self.sum(which.astype(jnp.int32))
+    zeros = jnp.zeros(k.shape, jnp.uint32)
+    reach = lambda bound: count(live & (keys >= bound[:, None])) >= k
+    bound = search(zeros, 32, reach)[:, None]
+    above, tied = live & (keys > bound), live & (keys == bound)
+    places = k - count(above)
+    ids = self.ids.astype(jnp.uint32)
+    # The largest id before which fewer ties stand than there are places for.
+    few = lambda at: count(tied & (ids < at[:, None])) < places
+    last_tie = lambda: ids <= search(zeros, 32, few)[:, None]
+    every = lambda: jnp.ones(keys.shape, bool)
+    fit = jnp.all(count(tied) <= places)
+    return above | tied & lax.cond(fit, every, last_tie)
+
+
+def _kept(row: _Row, params: SamplingParams) -> jax.Array:
+  """[B, V] bool: what top_k, then top_p and min_p leave of each row."""
+  # -0.0 equals 0.0, and NaN is less than anything.
+  scores = jnp.where(row.scaled == 0, 0, row.scaled)
+  keys = sortable(jnp.where(jnp.isnan(scores), -jnp.inf, scores))
+  every = jnp.ones(keys.shape, bool)
+  k = jnp.where(params.top_k == 0, jnp.iinfo(jnp.int32).max, params.top_k)
+  keep = lax.cond(
+    jnp.any(params.top_k > 0),
+    lambda: row.largest(keys, every, k),
+    lambda: every,
+  )
+  weight = jnp.where(keep, jnp.exp(row.scaled - row.top[:, None]), 0)
+  p = weight / row.sum(weight)[:, None]
+  # Of the best token weight is 1.
+  keep &= weight >= params.min_p[:, None]
+  nucleus = lambda: _nucleus(row, keys, jnp.where(keep, p, 0), params.top_p)
+  return keep & lax.cond(jnp.any(params.top_p < 1), nucleus, lambda: every)
+
+
+def _nucleus(row: _Row, keys, p, top_p) -> jax.Array:
+  """[B, V] bool: likeliest tokens whose predecessors' mass is below top_p."""
+  above = lambda key: row.sum(jnp.where(keys > key[:, None], p, 0))
+  zeros = jnp.zeros(top_p.shape, jnp.uint32)
+  # The largest key that has too much mass above it.
+  low = search(zeros, 32, lambda key: above(key) >= top_p)
+  # The smallest key whose predecessors leave room; equal keys share it.
+  edge = jnp.where(above(zeros) >= top_p, low + 1, 0)
+  far = jnp.uint32(2**32 - 1)
+  last = row.least(jnp.where(keys >= edge[:, None], keys, far))
+  tied = keys == last[:, None]
+  mass, count = row.sum(jnp.where(tied, p, 0)), row.sum(tied & (p > 0))
+  each = jnp.where(count > 0, mass / jnp.maximum(count, 1), 1)
+  room = jnp.ceil((top_p - above(last)) / jnp.maximum(each, 1e-38))
+  room = jnp.clip(room, 0, 2**30).astype(jnp.int32)
+  kept = row.largest(keys, tied & (p > 0), room)
+  return (keys > last[:, None]) | kept | (top_p >= 1)[:, None]
 
 
 def draw(
@@ -161,7 +262,7 @@ def draw(
     return jax.random.gumbel(key, allowed.shape[-1:], jnp.float32)
 
   open_rows = jnp.sum(allowed > -jnp.inf, axis=-1) > 1
-  noise = jax.lax.cond(
+  noise = lax.cond(
     jnp.any(open_rows),
     lambda: jax.vmap(gumbel)(seed, positions),
     lambda: jnp.zeros(allowed.shape, jnp.float32),

@@ -8,6 +8,8 @@ the same search over positions. A GPU reads a row 23 times from its cache;
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -52,7 +54,7 @@ def kth_key(keys: jax.Array, k: int) -> jax.Array:
     [...] uint32.
   """
   reach = lambda bound: _count(keys >= bound[..., None]) >= k
-  return _search(jnp.zeros(keys.shape[:-1], jnp.uint32), 32, reach)
+  return search(jnp.zeros(keys.shape[:-1], jnp.uint32), 32, reach)
 
 
 def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
@@ -78,12 +80,12 @@ def search_mask(scores: jax.Array, k: int, *, one_row: bool = False):
   start = jnp.zeros(scores.shape[:-1], jnp.uint32)
   # The largest position before which fewer than the wanted ties stand.
   few = lambda at: _count(equal & (place < at[..., None])) < wanted
-  search = lambda: _search(start, max(S - 1, 1).bit_length(), few)
+  last_tie = lambda: search(start, max(S - 1, 1).bit_length(), few)
   if one_row:
     every = jnp.sum(_count(equal)) <= jnp.sum(wanted)
-    last = lax.cond(every, lambda: start + jnp.uint32(S), search)
+    last = lax.cond(every, lambda: start + jnp.uint32(S), last_tie)
   else:
-    last = search()
+    last = last_tie()
   return above | equal & (place <= last[..., None])
 
 
@@ -91,8 +93,19 @@ def _count(which: jax.Array) -> jax.Array:
   return jnp.sum(which, axis=-1, dtype=jnp.int32)
 
 
-def _search(start, bits: int, holds) -> jax.Array:
-  """The largest value of so many bits for which a monotone test holds."""
+def search(
+  start: jax.Array, bits: int, holds: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+  """The largest value of so many bits for which a monotone test holds.
+
+  Args:
+    start: zeros of what is found, uint32.
+    bits: of the largest value.
+    holds: of values; true up to some value (0 is not asked about).
+
+  Returns:
+    uint32 like `start`; 0 where the test never holds.
+  """
   if bits % 2:
     bits += 1
 

@@ -1,6 +1,5 @@
 """Acceptance is lossless: pure functions against exact distributions."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -167,61 +166,3 @@ class AcceptanceTest(parameterized.TestCase):
         n = int(next_draft_count(jnp.int32(count), jnp.int32(accepted), 7))
         assert 1 <= n <= 7
         assert n == min(7, count + 2 if accepted == count else accepted + 1)
-
-
-class SamplingTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (dict(temperature=1.0), [0.5, 0.3, 0.15, 0.05]),
-    (dict(temperature=1.0, top_k=2), [0.625, 0.375, 0, 0]),
-    (dict(temperature=1.0, top_p=0.79), [0.625, 0.375, 0, 0]),
-    (dict(temperature=1.0, top_p=0.81), [10 / 19, 6 / 19, 3 / 19, 0]),
-    (dict(temperature=1.0, min_p=0.31), [0.625, 0.375, 0, 0]),
-    (dict(temperature=1.0, top_k=3, top_p=0.5), [1, 0, 0, 0]),
-    (dict(temperature=0.0), [1, 0, 0, 0]),
-  )
-  def test_cuts(self, options, expected):
-    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
-    params = sampling_params(1, **options)
-    p = jax.nn.softmax(filtered_logits(logits, params), axis=-1)[0]
-    np.testing.assert_allclose(p, expected, atol=1e-6)
-
-  def test_temperature_divides_the_logits(self):
-    logits = jnp.asarray([[2.0, 1.0, 0.0]])
-    params = sampling_params(1, temperature=0.5)
-    np.testing.assert_allclose(
-      filtered_logits(logits, params), 2 * logits, rtol=1e-6
-    )
-
-  def test_ties_at_temperature_zero_go_to_the_lowest_id(self):
-    params = sampling_params(1)
-    kept = filtered_logits(jnp.asarray([[1.0, 3.0, 3.0]]), params)
-    np.testing.assert_array_equal(kept > -jnp.inf, [[False, True, False]])
-
-  def test_a_row_is_cut_the_same_beside_any_other_row(self):
-    logits = jax.random.normal(jax.random.key(0), (3, 64))
-    params = sampling_params(
-      3, temperature=[0.0, 1.0, 0.7], top_p=[1.0, 0.5, 1.0]
-    )
-    together = filtered_logits(logits, params)
-    for i in range(3):
-      alone = jax.tree.map(lambda a: a[i : i + 1], params)
-      np.testing.assert_array_equal(
-        filtered_logits(logits[i : i + 1], alone)[0], together[i]
-      )
-
-  @parameterized.parameters(
-    (dict(temperature=-1.0), 'temperature=-1.0 must be finite'),
-    (dict(temperature=float('nan')), 'temperature=nan must be finite'),
-    (dict(top_p=0.0), 'top_p=0.0 must be above 0'),
-    (dict(top_p=1.5), 'top_p=1.5 must be above 0'),
-    (dict(top_k=-1), 'top_k=-1 must be at least 0'),
-    (dict(min_p=2.0), 'min_p=2.0 must be between'),
-  )
-  def test_bad_values_are_named(self, options, message):
-    with self.assertRaisesRegex(ValueError, message):
-      sampling_params(1, **options)
-
-  def test_seeds_are_of_requests(self):
-    params = sampling_params(3, seed=7)
-    np.testing.assert_array_equal(params.seed, [7, 8, 9])
-    assert dataclasses.is_dataclass(params)
