@@ -93,7 +93,7 @@ def workspace_bytes(
     context: keys that a row may see.
     plan: rows that it sends ahead to the device are counted.
   """
-  # Logits, their sort with its indices, probabilities: float32 each.
+  # Logits, after temperature, as keys, probabilities, what drafts keep.
   logits = 6 * 4 * drawn * config.vocab_size
   hidden = 12 * 4 * rows * config.hidden_size
   # One bounded block of index scores over the whole context.
