@@ -18,6 +18,8 @@ from jax import lax
 
 from pallas_kernels.streaming_topk.threshold import search, sortable
 
+COLDEST = 1e-6  # of temperatures above 0: logits over less may overflow
+
 
 class Purpose(enum.IntEnum):
   """What a random number decides; each has noise of its own."""
@@ -38,7 +40,8 @@ class SamplingParams:
   """How each sequence of a batch is sampled.
 
   Attributes:
-    temperature: [B] float32; 0 takes the largest logit.
+    temperature: [B] float32; 0 takes the largest logit. One below `COLDEST`
+      counts as that.
     top_k: [B] int32 tokens kept; 0 keeps all.
     top_p: [B] float32 probability kept, after top_k; 1 keeps all.
     min_p: [B] float32 least probability relative to the best; 0 keeps all.
@@ -127,7 +130,8 @@ def filtered_logits(
   """
   greedy = params.temperature <= 0
   # XLA divides by one row's temperature otherwise than by many rows'.
-  scaled = logits * (1 / jnp.where(greedy, 1, params.temperature))[:, None]
+  inverse = 1 / jnp.maximum(params.temperature, COLDEST)
+  scaled = logits * jnp.where(greedy, 1, inverse)[:, None]
   cuts = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
 
   def cut():

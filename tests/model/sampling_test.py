@@ -109,6 +109,19 @@ class ByCountingTest(parameterized.TestCase):
     assert not loops(cut)  # outside its own condition
     assert any(loops(y) for x in conds(cut) for y in [x, *conds(x)])
 
+  @parameterized.parameters(1e-45, 1e-39, 1e-9)
+  def test_a_temperature_next_to_zero_overflows_nothing(self, temperature):
+    logits = jnp.asarray([[-3.0, 0.0, 40.0, 39.0]])
+    params = sampling_params(1, temperature=temperature, top_p=0.9)
+    kept = filtered_logits(logits, params)
+    np.testing.assert_array_equal(
+      jnp.isfinite(kept), [[False, False, True, False]]
+    )
+    p = jax.nn.softmax(
+      filtered_logits(logits, sampling_params(1, temperature=temperature))
+    )
+    np.testing.assert_array_equal(p, [[0, 0, 1, 0]])
+
   def test_nan_beside_the_best_token(self):
     logits = rows_of('plain', 97, 4)
     logits[:, 5] = -np.inf
