@@ -13,9 +13,9 @@ second they select:
     share       glm-nano's pattern: the other indexers are dropped, the
                 remaining ones learn the mean target of the layers they serve
 
-Seeds change the order of the tokens. Written before the measurement. The
-first measurement (results/index_price.json) had no dense half: sharing's
-indexers then learn their new target from what they selected alone.
+Seeds change the order of the tokens. Written before the measurement
+(results/index_price.json). Without the dense half sharing's indexers learn
+their new target from what they selected alone (results/misses.md).
 """
 
 import dataclasses

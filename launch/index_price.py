@@ -192,7 +192,8 @@ def main() -> bool:
   found = index_price.compare_forms(judged, seeds)
   print_tables(found)
   if _JSON.value:
-    cli.write_json(_JSON.value, cli.origin() | found)
+    where = ', '.join(sorted({run['machine'] for run in judged.values()}))
+    cli.write_json(_JSON.value, cli.origin() | {'machine': where} | found)
   if _PLOT.value:
     from glm_jax.evaluation import plots
 
