@@ -19,8 +19,8 @@ from glm_jax import drafting
 from glm_jax.cache import Cache, init_cache, make_rows
 from glm_jax.compiling import StepJit
 from glm_jax.model import Model, head, trunk
-from glm_jax.plan import LocalPlan
-from glm_jax.sampling import Purpose, SamplingParams, draw
+from glm_jax.plan import LocalPlan, choose_tokens
+from glm_jax.sampling import Purpose, SamplingParams
 from pallas_kernels.tiling import PAGE, cdiv
 
 PREFILL_CHUNK = 512
@@ -129,9 +129,9 @@ def decode_step(
   rows = make_rows(seq, pos, state.page_table)
   hidden, cache, _ = trunk(model, state.last_token, state.cache, rows, plan)
   logits = head(model, hidden, plan)
-  allowed = plan.filtered_logits(logits, state.params)
-  choose = lambda allowed, at, seed: draw(allowed, at, seed, Purpose.SAMPLE)
-  drawn = plan.rows(choose, allowed, state.lengths, state.params.seed)
+  drawn, _ = choose_tokens(
+    plan, logits, state.lengths, state.params, Purpose.SAMPLE
+  )
   token = jnp.where(state.done, state.last_token, drawn)
   ended = is_end(token, state.eos)
   state = dataclasses.replace(

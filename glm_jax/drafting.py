@@ -27,9 +27,9 @@ from glm_jax.cache import Cache, Rows, make_rows
 from glm_jax.layer_plan import layer_plan
 from glm_jax.model import Model, head
 from glm_jax.mtp import Mtp
-from glm_jax.plan import LocalPlan, Selection
+from glm_jax.plan import LocalPlan, Selection, choose_tokens
 from glm_jax.rope import rope_tables
-from glm_jax.sampling import Purpose, SamplingParams, draw
+from glm_jax.sampling import Purpose, SamplingParams
 from pallas_kernels.tiling import PAGE
 
 
@@ -352,13 +352,8 @@ def _propose(model, out, j, last, params, options, plan, forced):
     zeros = jnp.zeros_like(params.temperature)
     params = dataclasses.replace(params, temperature=zeros)
   target = last + 1 + j  # position of the token proposed
-
-  def choose(allowed, target, seed):
-    token = draw(allowed, target, seed, Purpose.DRAFT)
-    return token, jax.nn.softmax(allowed, axis=-1)
-
-  allowed = plan.filtered_logits(logits, params)
-  token, q = plan.rows(choose, allowed, target, params.seed)
+  token, allowed = choose_tokens(plan, logits, target, params, Purpose.DRAFT)
+  q = plan.rows(lambda x: jax.nn.softmax(x, axis=-1), allowed)
   given = jax.lax.dynamic_index_in_dim(forced, j, 1, False)
   token = jnp.where(given >= 0, given, token)
   sure = jax.nn.one_hot(given, q.shape[-1], dtype=q.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from glm_jax import cache as cache_lib
 from glm_jax.cache import Cache, Rows
 from glm_jax.layers import few_rows
-from glm_jax.sampling import SamplingParams, filtered_logits
+from glm_jax.sampling import Purpose, SamplingParams, choose, filtered_logits
 from pallas_kernels import (
   indexer_scores,
   streaming_topk,
@@ -312,6 +312,16 @@ class LocalPlan:
 
 
 LOCAL = LocalPlan()
+
+
+def choose_tokens(
+  plan, logits: jax.Array, positions, params: SamplingParams, purpose: Purpose
+) -> tuple[jax.Array, jax.Array]:
+  """A token a row, placed by any plan; see `sampling.choose`."""
+  one = lambda logits, at, params: choose(
+    logits, at, params, purpose, plan.filtered_logits
+  )
+  return plan.rows(one, logits, positions, params)
 
 
 def _pool_table(cache: Cache, page_table: jax.Array, index_slot) -> jax.Array:

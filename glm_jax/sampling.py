@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -133,17 +133,13 @@ def filtered_logits(
   inverse = 1 / jnp.maximum(params.temperature, COLDEST)
   scaled = logits * jnp.where(greedy, 1, inverse)[:, None]
   cuts = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-
-  def cut():
-    row = _Row.of(scaled, axes)
-    keep = lax.cond(
-      jnp.any(cuts & ~greedy),
-      lambda: _kept(row, params),
-      lambda: jnp.ones(scaled.shape, bool),
-    )
-    return jnp.where(keep & ~greedy[:, None] | row.best(), scaled, -jnp.inf)
-
-  return lax.cond(jnp.any(cuts | greedy), cut, lambda: scaled)
+  row = _Row.of(scaled, axes)
+  keep = lax.cond(
+    jnp.any(cuts & ~greedy),
+    lambda: _kept(row, params),
+    lambda: jnp.ones(scaled.shape, bool),
+  )
+  return jnp.where(keep & ~greedy[:, None] | row.best(), scaled, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,18 +261,46 @@ def draw(
     key = noise_key(seed, position, purpose)
     return jax.random.gumbel(key, allowed.shape[-1:], jnp.float32)
 
-  open_rows = jnp.sum(allowed > -jnp.inf, axis=-1) > 1
-  noise = lax.cond(
-    jnp.any(open_rows),
-    lambda: jax.vmap(gumbel)(seed, positions),
-    lambda: jnp.zeros(allowed.shape, jnp.float32),
-  )
+  noise = jax.vmap(gumbel)(seed, positions)
   return jnp.argmax(allowed + noise, axis=-1).astype(jnp.int32)
 
 
-def sample(
-  logits: jax.Array, positions: jax.Array, params: SamplingParams
-) -> jax.Array:
-  """Draws one token [B] a row of logits [B, V]; see `draw`."""
-  allowed = filtered_logits(logits, params)
-  return draw(allowed, positions, params.seed, Purpose.SAMPLE)
+def choose(
+  logits: jax.Array,
+  positions: jax.Array,
+  params: SamplingParams,
+  purpose: Purpose,
+  cut: Callable[..., jax.Array] = filtered_logits,
+) -> tuple[jax.Array, jax.Array]:
+  """Filters logits and draws one token a row; see `draw`.
+
+  A batch at temperature 0 pays one branch and an argmax: wherever a step
+  branches on a value, a GPU's host waits for the device.
+
+  Args:
+    logits: [B, V] float32.
+    positions: [B] int32 absolute position of the token drawn.
+    params: one entry a row.
+    purpose: which noise.
+    cut: (logits, params) -> what may be drawn.
+
+  Returns:
+    [B] int32 tokens and [B, V] float32 logits, -inf where a token may not be
+    drawn.
+  """
+
+  def best():
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    alone = jnp.arange(logits.shape[-1]) == token[:, None]
+    return token, jnp.where(alone, logits, -jnp.inf)
+
+  def drawn():
+    allowed = cut(logits, params)
+    return draw(allowed, positions, params.seed, purpose), allowed
+
+  return lax.cond(all_greedy(params), best, drawn)
+
+
+def all_greedy(params: SamplingParams) -> jax.Array:
+  """Whether every sequence takes its best token: a scalar bool."""
+  return jnp.all(params.temperature <= 0)

@@ -27,7 +27,7 @@ from glm_jax.decoding import DecodeState, is_end
 from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
 from glm_jax.plan import LocalPlan
-from glm_jax.sampling import Purpose, draw
+from glm_jax.sampling import Purpose, all_greedy, draw
 from pallas_kernels.tiling import PAGE
 
 
@@ -250,9 +250,43 @@ def accept(
     new tokens [B, K + 1], the first count [B] of each, drafts accepted [B],
     and who has ended [B].
   """
+  B, J, _ = logits.shape
+  accepted, token = jax.lax.cond(
+    all_greedy(old.params),
+    lambda: _greedy_verdict(drafts, logits),
+    lambda: _drawn_verdict(old, drafts, logits, plan),
+  )
+  at = jnp.arange(J)[None]
+  drafted = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
+  new = jnp.where(at < accepted[:, None], drafted, 0)
+  new = jnp.where(at == accepted[:, None], token[:, None], new)
+  count = accepted + 1
+  ends = is_end(new, old.eos) & (at < count[:, None])
+  first = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, axis=1) + 1, J + 1)
+  count = jnp.minimum(count, first)
+  ended = (first <= count) | (old.lengths + count >= old.limits)
+  count = jnp.where(old.done, 0, count).astype(jnp.int32)
+  accepted = jnp.where(old.done, 0, accepted)
+  return new, count, accepted, ended
+
+
+def _greedy_verdict(drafts, logits):
+  """Drafts [B] that stand and the token [B] after them, at temperature 0.
+
+  What `_drawn_verdict` finds for one-hot distributions, to the last bit.
+  """
+  best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  exists = jnp.arange(drafts.tokens.shape[1]) < drafts.count[:, None]
+  stands = (drafts.tokens == best[:, :-1]) & exists
+  accepted = jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1)
+  token = jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0]
+  return accepted.astype(jnp.int32), token
+
+
+def _drawn_verdict(old, drafts, logits, plan):
+  """Drafts [B] that stand and the token [B] after them."""
   B, J, V = logits.shape
   repeat = lambda a: jnp.repeat(a, J, axis=0)
-
   allowed = plan.filtered_logits(
     logits.reshape(B * J, V), jax.tree.map(repeat, old.params)
   )
@@ -270,19 +304,7 @@ def accept(
   drawn = plan.rows(
     alone, allowed.reshape(B, J, V)[:, 0], old.lengths, old.params.seed
   )
-  token = jnp.where(drafts.count > 0, verdict.token, drawn)
-  at = jnp.arange(J)[None]
-  drafted = jnp.pad(drafts.tokens, ((0, 0), (0, 1)))
-  new = jnp.where(at < verdict.accepted[:, None], drafted, 0)
-  new = jnp.where(at == verdict.accepted[:, None], token[:, None], new)
-  count = verdict.accepted + 1
-  ends = is_end(new, old.eos) & (at < count[:, None])
-  first = jnp.where(jnp.any(ends, 1), jnp.argmax(ends, axis=1) + 1, J + 1)
-  count = jnp.minimum(count, first)
-  ended = (first <= count) | (old.lengths + count >= old.limits)
-  count = jnp.where(old.done, 0, count).astype(jnp.int32)
-  accepted = jnp.where(old.done, 0, verdict.accepted)
-  return new, count, accepted, ended
+  return verdict.accepted, jnp.where(drafts.count > 0, verdict.token, drawn)
 
 
 def keep_hidden(

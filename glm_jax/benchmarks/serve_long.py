@@ -96,6 +96,7 @@ def latent_flags(window: int) -> dict[str, tuple[str, ...]]:
   """Of the two servers of `host_latent`."""
   common = (
     '--max_num_seqs=1',
+    '--compact_shapes=true',
     f'--max_model_len={_short(window) + 2 * OUTPUT}',
     f'--num_gpu_blocks_override={cdiv(_short(window), PAGE) + 4}',
   )

@@ -8,10 +8,14 @@ gathered on the host and sent together, before the later layers ask:
 
     select --> slots --> host gathers [T, G, k, W] --> device attends, G times
 
+A chunk of a prompt asks for more rows than its sequences hold: then a layer's
+whole pages are sent, each once, and attention reads its rows there.
+
 The rows that a step itself writes stay on the device until its pass over the
 layers ends, and are taken from there. Results are those of `LocalPlan`, bit
-by bit. The host's part is in the compiled step (`compute_on`), so steps are
-dispatched ahead as ever, and the pool is updated in place.
+by bit where both are compiled to the same kernels (on a CPU). The host's part
+is in the compiled step (`compute_on`), so steps are dispatched ahead as ever,
+and the pool is updated in place.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ from pallas_kernels.tiling import PAGE, map_row_blocks, round_up, within_pool
     'host',
     'host_scales',
     'slots',
+    'staged_at',
+    'page_table',
     'pass_id',
   ],
   meta_fields=['num_pages', 'latent_width', 'rope_width', 'first_layer'],
@@ -59,6 +65,8 @@ class HostLatentCache(Cache):
     host: [latent slots * pages * 64, W] every latent row, in host memory.
     host_scales: [same, G] with fp8 records, else None.
     slots: [T] int32 token slots of the pass's rows, -1 for padding.
+    staged_at: [T] int32 the same as places in the pages of `page_table`.
+    page_table: [B, n] int32 of the pass.
     pass_id: scalar int32, counts passes.
     first_layer: latent slot of the pass's first layer.
   """
@@ -66,13 +74,23 @@ class HostLatentCache(Cache):
   host: jax.Array | None = None
   host_scales: jax.Array | None = None
   slots: jax.Array | None = None
+  staged_at: jax.Array | None = None
+  page_table: jax.Array | None = None
   pass_id: jax.Array | None = None
   first_layer: int = 0
 
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=['positions', 'slots', 'own', 'pass_id', 'first', 'ahead'],
+  data_fields=[
+    'positions',
+    'slots',
+    'seq',
+    'own',
+    'pass_id',
+    'first',
+    'ahead',
+  ],
   meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +98,7 @@ class HostSelection(Selection):
   """A selection and what was sent for on its account.
 
   Attributes:
+    seq: [T] int32 sequence of each row.
     own: [T, k] int32 row of this pass that was selected, -1 for none.
     pass_id: [T] int32 the pass that `own` speaks of.
     first: [T] int32 latent slot of the group's first layer.
@@ -87,6 +106,7 @@ class HostSelection(Selection):
       where they would take too much memory.
   """
 
+  seq: jax.Array
   own: jax.Array
   pass_id: jax.Array
   first: jax.Array
@@ -101,8 +121,9 @@ class HostLatentPlan(LocalPlan):
     num_layers: trunk layers; the drafter's is the next.
     firsts: latent slot of the full layer with each index slot.
     group: layers that one selection serves at most.
-    ahead_bytes: device memory that rows sent ahead may take; a step that
-      needs more (a prompt chunk) fetches layer by layer, block by block.
+    ahead_bytes: device memory that rows sent ahead may take, or a layer's
+      pages; a step that needs more (a prompt chunk) fetches layer by layer,
+      pages where they are fewer rows and fit, else rows block by block.
   """
 
   num_layers: int = 0
@@ -145,6 +166,8 @@ class HostLatentPlan(LocalPlan):
       host=on_host(cache.latents),
       host_scales=on_host(cache.latent_scales),
       slots=jnp.zeros(0, jnp.int32),
+      staged_at=jnp.zeros(0, jnp.int32),
+      page_table=jnp.zeros((0, 0), jnp.int32),
       pass_id=jnp.int32(0),
     )
 
@@ -160,6 +183,8 @@ class HostLatentPlan(LocalPlan):
       host=to_host(cache.host),
       host_scales=to_host(cache.host_scales),
       slots=jnp.full(spare, -1, jnp.int32),  # until something is written
+      staged_at=jnp.full(spare, -1, jnp.int32),
+      page_table=rows.page_table,
       pass_id=cache.pass_id + 1,
       first_layer=layer,
     )
@@ -181,11 +206,14 @@ class HostLatentPlan(LocalPlan):
     at = jnp.arange(len(values), dtype=jnp.int32)
     view = cache_lib.write_rows(view, layer - cache.first_layer, at, values)
     missing = spare - len(rows.slots)
+    pad = lambda a: jnp.pad(a, (0, missing), constant_values=-1)
+    at = rows.seq * (cache.page_table.shape[1] * PAGE) + rows.pos
     return dataclasses.replace(
       cache,
       latents=view.latents,
       latent_scales=view.latent_scales,
-      slots=jnp.pad(rows.slots, (0, missing), constant_values=-1),
+      slots=pad(rows.slots),
+      staged_at=pad(jnp.where(rows.slots >= 0, at, -1)),
     )
 
   def end(self, cache):
@@ -206,15 +234,17 @@ class HostLatentPlan(LocalPlan):
       latents=_room(cache.latents, 0),
       latent_scales=_room(cache.latent_scales, 0),
       slots=cache.slots[:0],
+      staged_at=cache.staged_at[:0],
+      page_table=cache.page_table[:0, :0],
       first_layer=0,
     )
 
   def select(self, q, w, cache, rows: Rows, index_slot, k, *, first=0):
     """Selects, and sends for the rows of the whole group."""
     plain = super().select(q, w, cache, rows, index_slot, k, first=first)
-    return self._sent_for(cache, plain, index_slot)
+    return self._sent_for(cache, plain, rows, index_slot)
 
-  def _sent_for(self, cache, plain: Selection, index_slot) -> HostSelection:
+  def _sent_for(self, cache, plain: Selection, rows, index_slot):
     T, k = plain.slots.shape
     slots = within_pool(plain.slots, cache.slots_per_layer, 'slot')
     own = _own_rows(cache.slots, slots)
@@ -223,12 +253,15 @@ class HostLatentPlan(LocalPlan):
     selection = HostSelection(
       positions=plain.positions,
       slots=slots,
+      seq=rows.seq,
       own=own,
       pass_id=full(cache.pass_id),
       first=full(layer),
       ahead=None,
     )
-    if T * self.group * k * self._row_bytes(cache) > self.ahead_bytes:
+    size = T * self.group * k * self._row_bytes(cache)
+    # A quarter: pages are sent for by each layer, when it runs.
+    if size > self.ahead_bytes or self._pages_are_fewer(cache, T * k // 4):
       return selection
     layers = cache.host.shape[0] // cache.slots_per_layer
     each = layer + jnp.arange(self.group, dtype=jnp.int32)
@@ -268,6 +301,9 @@ class HostLatentPlan(LocalPlan):
         'positions given from outside (replay) do not run with latents in '
         'host memory: use the plan of one device'
       )
+    selected = selection.slots.size
+    if selection.ahead is None and self._pages_are_fewer(cache, selected):
+      return self._attend_pages(q, cache, selection, layer, scale)
     of_pass = (selection.pass_id == cache.pass_id)[:, None]
     k = selection.slots.shape[1]
 
@@ -278,16 +314,8 @@ class HostLatentPlan(LocalPlan):
       rows, scales = self._merge(cache, own, fetched, layer)
       flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
       at = jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
-      return topk_gather_attention(
-        q,
-        flat(rows),
-        flat(scales),
-        jnp.where(slots >= 0, at, -1),
-        scale=scale,
-        latent_width=cache.latent_width,
-        implementation=self.implementation,
-        block_bytes=self.block_bytes,
-      )[0]
+      at = jnp.where(slots >= 0, at, -1)
+      return self._gathered(cache, q, flat(rows), flat(scales), at, scale)
 
     own = jnp.where(of_pass, selection.own, -1)
     if selection.ahead is not None:
@@ -303,6 +331,48 @@ class HostLatentPlan(LocalPlan):
       self.block_bytes // (8 * k * self._row_bytes(cache)), 1
     )
     return map_row_blocks(whole, size, q, selection.slots, own, min_blocks=2)
+
+  def _gathered(self, cache, q, rows, scales, at, scale):
+    return topk_gather_attention(
+      q,
+      rows,
+      scales,
+      at,
+      scale=scale,
+      latent_width=cache.latent_width,
+      implementation=self.implementation,
+      block_bytes=self.block_bytes,
+    )[0]
+
+  def _pages_are_fewer(self, cache, selected: int) -> bool:
+    """Whether the pass's pages hold at most so many rows, and fit."""
+    rows = cache.page_table.size * PAGE
+    fit = rows * self._row_bytes(cache) <= self.ahead_bytes
+    return 0 < rows <= selected and fit
+
+  def _attend_pages(self, q, cache, selection, layer, scale):
+    """Attends to rows of the pass's pages, all of which are sent for."""
+    first = jnp.asarray(layer, jnp.int32) * cache.num_pages
+    pages = jnp.maximum(cache.page_table, 0).reshape(-1) + first
+    size, spare = pages.size * PAGE, len(cache.slots)
+    mine = (layer - cache.first_layer) * spare
+    places = jnp.where(cache.staged_at >= 0, cache.staged_at, size)
+
+    def staged(pool, own):
+      if pool is None:
+        return None
+      rows = jax.device_put(_gather_pages(pool, _send(pages)), DEVICE)
+      own = jax.lax.dynamic_slice_in_dim(own, mine, spare)
+      return rows.reshape(size, -1).at[places].set(own, mode='drop')
+
+    rows = staged(cache.host, cache.latents)
+    scales = staged(cache.host_scales, cache.latent_scales)
+    start = selection.seq * (cache.page_table.shape[1] * PAGE)
+    at = jnp.where(
+      selection.slots >= 0, selection.positions + start[:, None], -1
+    )
+    attend = lambda q, at: self._gathered(cache, q, rows, scales, at, scale)
+    return self.rows(attend, q, at)
 
 
 def host_latent_plan(config: ModelConfig, **options) -> HostLatentPlan:
@@ -342,6 +412,11 @@ def _fetch(cache: HostLatentCache, at):
 @runs_on_host
 def _gather(pool, at):
   return pool[at]
+
+
+@runs_on_host
+def _gather_pages(pool, pages):
+  return pool.reshape(-1, PAGE, pool.shape[-1])[pages]
 
 
 @runs_on_host

@@ -28,8 +28,8 @@ from glm_jax.cache import Cache, make_rows
 from glm_jax.decoding import DecodeState, is_end
 from glm_jax.drafting import SHARED, DraftOptions, Drafts
 from glm_jax.model import Model, head, trunk
-from glm_jax.plan import LocalPlan
-from glm_jax.sampling import Purpose, SamplingParams, draw, sampling_params
+from glm_jax.plan import LocalPlan, choose_tokens
+from glm_jax.sampling import Purpose, SamplingParams, sampling_params
 from glm_jax.serving.request import MAX_LOGPROBS
 from glm_jax.speculative import accept, keep_hidden
 
@@ -256,6 +256,9 @@ def engine_step(
 def _decoding(state: SlotState, slots, table) -> DecodeState:
   """The decoding requests of a step, [B]; without the cache."""
   take = lambda a: a[slots]
+  params = jax.tree.map(take, state.params)
+  # An empty slot does not hold up the others: see `sampling.choose`.
+  quiet = jnp.where(state.done[slots], 0, params.temperature)
   return DecodeState(
     cache=None,
     page_table=table[slots],
@@ -264,7 +267,7 @@ def _decoding(state: SlotState, slots, table) -> DecodeState:
     limits=state.limits[slots],
     eos=state.eos[slots],
     done=state.done[slots],
-    params=jax.tree.map(take, state.params),
+    params=dataclasses.replace(params, temperature=quiet),
   )
 
 
@@ -348,9 +351,7 @@ def _after_prompt(state, inputs, logits, hidden, plan):
     return jnp.zeros(0, jnp.int32), jnp.zeros(0, bool), state
   length = inputs.pos[inputs.last_row] + 1
   params = inputs.last_params
-  choose = lambda allowed, at, seed: draw(allowed, at, seed, Purpose.SAMPLE)
-  allowed = plan.filtered_logits(logits, params)
-  first = plan.rows(choose, allowed, length, params.seed)
+  first, _ = choose_tokens(plan, logits, length, params, Purpose.SAMPLE)
   ended = is_end(first, inputs.last_eos) | (length + 1 >= inputs.last_limits)
   at = inputs.last_slot
   put = lambda a, value: a.at[at].set(value.astype(a.dtype), mode='drop')

@@ -14,7 +14,11 @@ from glm_jax.acceptance import (
   next_draft_count,
   residual,
 )
+from glm_jax.decoding import DecodeState
+from glm_jax.drafting import Drafts
+from glm_jax.plan import LocalPlan
 from glm_jax.sampling import filtered_logits, sampling_params
+from glm_jax.speculative import accept
 
 DRAWS = 200_000
 # A chi-square statistic with d degrees of freedom exceeds d + 8 sqrt(2 d)
@@ -117,6 +121,37 @@ class AcceptanceTest(parameterized.TestCase):
           jnp.uint32(seed),
         )
         assert (verdict.accepted, verdict.token) == (accepted, token)
+
+  def test_greedy_rounds_are_judged_alike_beside_one_that_draws(self):
+    B, K, V = 16, 3, 5
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(V, size=(B, K)).astype(np.int32)
+    count = jnp.asarray(np.arange(B) % (K + 1), jnp.int32)
+    logits = rng.normal(size=(B, K + 1, V)).astype(np.float32)
+    # Half of the drafts are right, and some maxima are shared.
+    right = rng.random((B, K)) < 0.5
+    logits[:, :K][right, tokens[right]] = 9
+    logits[::3, :, :2] = 9
+    q = jnp.asarray(np.eye(V, dtype=np.float32)[tokens])
+    drafts = Drafts(jnp.asarray(tokens), q, q, count, jnp.int32(1))
+
+    def judged(temperature):
+      state = DecodeState(
+        cache=None,
+        page_table=jnp.zeros((B, 1), jnp.int32),
+        lengths=jnp.arange(B, dtype=jnp.int32) + 4,
+        last_token=jnp.zeros(B, jnp.int32),
+        limits=jnp.full(B, 100, jnp.int32),
+        eos=jnp.full((B, 1), -1, jnp.int32),
+        done=jnp.zeros(B, bool),
+        params=sampling_params(B, temperature=temperature),
+      )
+      return accept(state, drafts, jnp.asarray(logits), LocalPlan())
+
+    alone, beside = judged(0.0), judged([0.0] * (B - 1) + [1.0])
+    for a, b in zip(alone, beside):
+      np.testing.assert_array_equal(a[:-1], b[:-1])
+    assert 0 < int(alone[2].sum()) < int(count.sum())  # accepted and rejected
 
   def test_a_draft_that_top_p_removed_is_never_accepted(self):
     logits = jnp.log(jnp.asarray([[0.6, 0.3, 0.06, 0.04]]))

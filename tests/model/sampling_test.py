@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from glm_jax.sampling import filtered_logits, sampling_params
+from glm_jax.sampling import (
+  Purpose,
+  choose,
+  filtered_logits,
+  sampling_params,
+)
 
 
 def by_sorting(logits, params):
@@ -102,11 +107,12 @@ class ByCountingTest(parameterized.TestCase):
     assert ' while(' in text  # the searches
     assert ' sort(' not in text and 'TopK' not in text
 
-  def test_greedy_rows_pay_no_search(self):
-    args = jnp.zeros((2, 8)), sampling_params(2)
-    cuts = conds(jax.make_jaxpr(filtered_logits)(*args))
-    (cut,) = (x for x in cuts if conds(x))
-    assert not loops(cut)  # outside its own condition
+  def test_rows_without_cuts_pay_no_search(self):
+    jaxpr = jax.make_jaxpr(filtered_logits)(
+      jnp.zeros((2, 8)), sampling_params(2, temperature=1.0)
+    )
+    assert not loops(jaxpr)
+    (cut,) = (x for x in conds(jaxpr) if conds(x))
     assert any(loops(y) for x in conds(cut) for y in [x, *conds(x)])
 
   @parameterized.parameters(1e-45, 1e-39, 1e-9)
@@ -130,6 +136,30 @@ class ByCountingTest(parameterized.TestCase):
     logits[0, 5] = np.nan  # the engine reports the row; others are untouched
     ours = jax.jit(filtered_logits)(jnp.asarray(logits), params)
     np.testing.assert_array_equal(ours[1:], expected[1:])
+
+
+class ChooseTest(parameterized.TestCase):
+  def test_a_greedy_batch_is_one_branch_and_no_noise(self):
+    at = jnp.arange(2, dtype=jnp.int32)
+    jaxpr = jax.make_jaxpr(
+      lambda logits, params: choose(logits, at, params, Purpose.SAMPLE)
+    )(jnp.zeros((2, 8)), sampling_params(2))
+    drawn, best = conds(jaxpr)
+    assert not conds(best) and 'random' not in str(best)
+    assert conds(drawn) and 'random' in str(drawn)
+    assert not loops(jaxpr) and not loops(best)
+
+  def test_a_greedy_row_gets_its_token_beside_any_other_row(self):
+    logits = jnp.asarray(rows_of('ties', 97, 5))
+    at = jnp.arange(16, dtype=jnp.int32)
+    alone = choose(logits, at, sampling_params(16), Purpose.SAMPLE)
+    mixed = sampling_params(16, temperature=[0.0] * 15 + [1.0], top_p=0.9)
+    beside = jax.jit(choose, static_argnums=3)(
+      logits, at, mixed, Purpose.SAMPLE
+    )
+    for a, b in zip(alone, beside):
+      np.testing.assert_array_equal(a[:15], b[:15])
+    np.testing.assert_array_equal(alone[0], jnp.argmax(logits, axis=1))
 
 
 class SamplingTest(parameterized.TestCase):

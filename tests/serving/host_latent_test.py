@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,20 @@ class PlanTest(parameterized.TestCase):
   @parameterized.parameters(('f32', 1 << 30))
   def test_prompt_and_draft_rows_equal_those_of_one_device(self, dtype, ahead):
     self._compare(dtype, ahead)
+
+  @parameterized.parameters('f32', 'fp8')
+  def test_a_prompt_asks_for_whole_pages_where_they_are_fewer_rows(self, dtype):
+    pages = []
+    real = host_latent._gather_pages
+
+    def counting(pool, at):
+      pages.append(at.shape)
+      return real(pool, at)
+
+    with mock.patch.object(host_latent, '_gather_pages', counting):
+      # Room for the four pages of the table, not for 90 times top-8 rows.
+      self._compare(dtype, 1 << 18)
+    self.assertEqual(set(pages), {(4,)})
 
   @parameterized.parameters(('f32', 0), ('fp8', 1 << 30), ('fp8', 0))
   @pytest.mark.long
@@ -130,6 +145,8 @@ def _abstract(plan, config):
     **fields,
     host=cache.latents,
     slots=jnp.zeros(0, jnp.int32),
+    staged_at=jnp.zeros(0, jnp.int32),
+    page_table=jnp.zeros((0, 0), jnp.int32),
     pass_id=jnp.int32(0),
   )
 
