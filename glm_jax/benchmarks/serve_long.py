@@ -6,7 +6,8 @@ host memory, and the third request takes them back from there. It must give
 the first one's tokens; its time to the first token is set against theirs.
 
 `host_latent` asks two servers for the same: one keeps latents on the device,
-the other in host memory. Both must give the same tokens.
+the other in host memory. Both must give the same tokens, also when asked
+again; where they part, the device's log probabilities say how close it was.
 
 `reuse` asks for prompts that share 90% of their tokens, at several lengths
 and numbers of requests at once, from the whole engine and from the naive one,
@@ -27,6 +28,7 @@ from pallas_kernels.tiling import PAGE, cdiv
 OUTPUT = 64  # tokens of a long answer
 CACHED = 0.9  # of the repeated prompt, at least, must come from the cache
 _REUSE_OUTPUT = 16
+_TOP = 20  # log probabilities of each place of a repeated answer
 _CONCURRENT = (1, 4, 16)
 NAIVE = 'naive'
 _HOST_GIB = 0.05  # for a thousand tokens: two prompts of GLM-5.2's rows
@@ -125,23 +127,61 @@ def host_latent(
   """
   from glm_jax.serving import benchmark
 
-  rows, ids = [], {}
+  rows, seen, missed = [], {}, []
   trace = benchmark.random_trace(1, _short(window), OUTPUT)
   for system, flags in latent_flags(window).items():
     log(f'host_latent: {system}')
     with server(request, flags) as url:
       run = benchmark.replay(url, trace, token_ids=True)
-    (record,) = run.records
-    if record.error is not None:
-      return rows, [f'host_latent, {system}: {record.error}']
-    ids[system] = record.ids
+      again = benchmark.replay(url, trace, token_ids=True, logprobs=_TOP)
+    (record,), (repeated,) = run.records, again.records
+    error = record.error or repeated.error
+    if error is not None:
+      return rows, [f'host_latent, {system}: {error}']
+    seen[system] = repeated
     figures = benchmark.summary(run)
     rows.append(_row(request, 'host_latent', system, record, figures))
-  same = ids['device'] == ids['host_latent']
-  rows[-1].details.update(same_tokens=same, slower=rows[1].us / rows[0].us)
-  if same:
-    return rows, []
-  return rows, ['host_latent: other tokens than with latents on the device']
+    repeats = record.ids == repeated.ids
+    rows[-1].details['repeats'] = repeats
+    if not repeats:
+      missed.append(f'host_latent, {system}: other tokens when asked again')
+  differ = difference(seen['device'], seen['host_latent'])
+  rows[-1].details.update(
+    same_tokens=differ is None,
+    difference=differ,
+    slower=rows[1].us / rows[0].us,
+  )
+  if differ is not None:
+    missed.append(
+      'host_latent: other tokens than with latents on the device from token '
+      f'{differ["at"]} on, there {differ["nats"]} nats less likely'
+    )
+  return rows, missed
+
+
+def difference(expected, found) -> dict[str, Any] | None:
+  """Where two answers part, None if they do not.
+
+  Args:
+    expected: a record with log probabilities.
+    found: another.
+
+  Returns:
+    at: index of the first token that differs.
+    nats: by how much less likely the found one is in the expected answer;
+      None if it is not among the best there.
+  """
+  if expected.ids == found.ids:
+    return None
+  pairs = zip(expected.ids, found.ids)
+  shortest = min(len(expected.ids), len(found.ids))
+  at = next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
+  nats = None
+  if at < min(len(expected.top), len(found.names)):
+    top = expected.top[at]
+    here, there = top.get(expected.names[at]), top.get(found.names[at])
+    nats = None if None in (here, there) else here - there
+  return {'at': at, 'nats': nats}
 
 
 def long_request(

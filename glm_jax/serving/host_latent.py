@@ -259,12 +259,13 @@ class HostLatentPlan(LocalPlan):
       first=full(layer),
       ahead=None,
     )
-    size = T * self.group * k * self._row_bytes(cache)
-    # A quarter: pages are sent for by each layer, when it runs.
-    if size > self.ahead_bytes or self._pages_are_fewer(cache, T * k // 4):
+    # Else always ahead: draft steps must not read the pool that each of them
+    # ends by writing, or XLA copies it.
+    group = self._served(index_slot)
+    if T * group * k * self._row_bytes(cache) > self.ahead_bytes:
       return selection
     layers = cache.host.shape[0] // cache.slots_per_layer
-    each = layer + jnp.arange(self.group, dtype=jnp.int32)
+    each = layer + jnp.arange(group, dtype=jnp.int32)
     each = jnp.minimum(each, layers - 1)[None, :, None]
     at = jnp.maximum(slots, 0)[:, None] + each * cache.slots_per_layer
     rows, scales = _fetch(cache, at)
@@ -274,6 +275,14 @@ class HostLatentPlan(LocalPlan):
     put = lambda a, value: None if a is None else a.at[:, 0].set(value)
     ahead = put(rows, mine[0]), put(scales, mine[1])
     return dataclasses.replace(selection, ahead=ahead)
+
+  def _served(self, index_slot) -> int:
+    """Layers that a selection serves, at most in a scan over groups."""
+    if not isinstance(index_slot, int):
+      return self.group
+    last = max(self.num_layers, self.firsts[-1] + 1)
+    ends = (*self.firsts[1:], last)
+    return ends[index_slot] - self.firsts[index_slot]
 
   def _row_bytes(self, cache) -> int:
     size = cache.host.shape[1] * cache.host.dtype.itemsize
@@ -301,8 +310,7 @@ class HostLatentPlan(LocalPlan):
         'positions given from outside (replay) do not run with latents in '
         'host memory: use the plan of one device'
       )
-    selected = selection.slots.size
-    if selection.ahead is None and self._pages_are_fewer(cache, selected):
+    if selection.ahead is None and self._pages_are_fewer(cache, selection):
       return self._attend_pages(q, cache, selection, layer, scale)
     of_pass = (selection.pass_id == cache.pass_id)[:, None]
     k = selection.slots.shape[1]
@@ -344,11 +352,11 @@ class HostLatentPlan(LocalPlan):
       block_bytes=self.block_bytes,
     )[0]
 
-  def _pages_are_fewer(self, cache, selected: int) -> bool:
-    """Whether the pass's pages hold at most so many rows, and fit."""
+  def _pages_are_fewer(self, cache, selection) -> bool:
+    """Whether the pass's pages are fewer rows than were selected, and fit."""
     rows = cache.page_table.size * PAGE
     fit = rows * self._row_bytes(cache) <= self.ahead_bytes
-    return 0 < rows <= selected and fit
+    return 0 < rows <= selection.slots.size and fit
 
   def _attend_pages(self, q, cache, selection, layer, scale):
     """Attends to rows of the pass's pages, all of which are sent for."""

@@ -210,8 +210,25 @@ def test_latents_on_the_host_give_the_same_tokens(monkeypatch):
   assert report.passed and report.rows[1].details['same_tokens']
   assert '--max_model_len=384' in started[0]
   assert started[1][:-1] == started[0] and 'latent' in started[1][-1]
+  assert all(row.details['repeats'] for row in report.rows)
   report = suite.run(request, lambda *_: None)
   assert 'other tokens' in report.missed[0]
+  assert report.rows[1].details['difference']['at'] == 0
+
+
+def test_answers_part_where_the_device_says_how_close_it_was():
+  expected = Record(
+    ids=[5, 6, 7], names=['a', 'b', 'c'], top=[{'a': -1.0}, {'b': -1.0}] * 2
+  )
+  other = lambda *ids: Record(ids=list(ids), names=['a', 'x', 'c'])
+  assert serve_long.difference(expected, other(5, 6, 7)) is None
+  far = serve_long.difference(expected, other(5, 9, 7))
+  assert far == {'at': 1, 'nats': None}
+  expected.top[1]['x'] = -1.25
+  near = serve_long.difference(expected, other(5, 9, 7))
+  assert near == {'at': 1, 'nats': 0.25}
+  short = serve_long.difference(expected, other(5, 6))
+  assert short['at'] == 2
 
 
 def test_shared_beginnings_by_length(monkeypatch):

@@ -127,7 +127,9 @@ class PlanTest(parameterized.TestCase):
         host_latent._gather = real
       counts[ahead] = gathers
     assert len(counts[1 << 30]) < len(counts[0])
-    assert all(len(shape) == 3 for shape in counts[1 << 30])
+    # One layer for the first, two for the others, the drafter's own for it.
+    layers = [shape[1] for shape in counts[1 << 30]]
+    assert layers[0] == layers[-1] == 1 and set(layers[1:-1]) == {2}
 
   def test_positions_from_outside_are_refused_not_mishandled(self):
     plan = host_latent_plan(small_config(0))
@@ -154,7 +156,9 @@ def _abstract(plan, config):
 def _one_step(model, cache, plan):
   table = jnp.array([[0, 1]], jnp.int32)
   rows = make_rows(jnp.zeros(8, jnp.int32), jnp.arange(8), table)
-  return trunk(model, jnp.zeros(8, jnp.int32), cache, rows, plan)[0]
+  tokens = jnp.zeros(8, jnp.int32)
+  hidden, cache, _ = trunk(model, tokens, cache, rows, plan)
+  return prefill_rows(model, tokens, hidden, cache, rows, plan)
 
 
 class EngineTest(parameterized.TestCase):

@@ -28,6 +28,8 @@ class Record:
     times: seconds since the start at which text arrived.
     text: the answer.
     ids: its tokens, where they were asked for.
+    names: the same as `logprobs` names them, where those were asked for.
+    top: log probabilities of the best tokens in each one's place, by name.
     error: why it failed; None if it did not.
     status: of HTTP, 0 without an answer.
   """
@@ -39,6 +41,8 @@ class Record:
   times: list[float] = dataclasses.field(default_factory=list)
   text: str = ''
   ids: list[int] = dataclasses.field(default_factory=list)
+  names: list[str] = dataclasses.field(default_factory=list)
+  top: list[dict[str, float]] = dataclasses.field(default_factory=list)
   error: str | None = None
   status: int = 0
 
@@ -88,6 +92,7 @@ def replay(
   temperature: float = 0.0,
   seed: int = 0,
   token_ids: bool = False,
+  logprobs: int | None = None,
 ) -> Run:
   """Runs `trace` against the server at `url` and waits for all of it.
 
@@ -102,12 +107,13 @@ def replay(
     seed: of the intervals.
     token_ids: ask for the tokens themselves (`return_token_ids`); a model
       without a tokenizer gives nothing else.
+    logprobs: of so many tokens in each place; of completions alone.
 
   Raises:
     ValueError: no such server, or it refuses to name its model.
   """
   base = url.rstrip('/').removesuffix('/v1')
-  work = _Replay(base, model, api_key, temperature, token_ids)
+  work = _Replay(base, model, api_key, temperature, token_ids, logprobs)
   return asyncio.run(
     work.run(trace, max_concurrency, request_rate, np.random.default_rng(seed))
   )
@@ -116,10 +122,11 @@ def replay(
 class _Replay:
   """One replay: the session with the server, and the clock."""
 
-  def __init__(self, base, model, api_key, temperature, token_ids):
+  def __init__(self, base, model, api_key, temperature, token_ids, logprobs):
     self._base, self._model = base, model
     self._headers = {'Authorization': f'Bearer {api_key}'} if api_key else {}
     self._temperature, self._token_ids = temperature, token_ids
+    self._logprobs = logprobs
     self._start = 0.0
 
   async def run(self, trace, max_concurrency, request_rate, rng) -> Run:
@@ -176,6 +183,8 @@ class _Replay:
     }
     if self._token_ids:
       body['return_token_ids'] = True
+    if self._logprobs is not None:
+      body['logprobs'] = self._logprobs
     if turn.prompt_ids is not None:
       return '/v1/completions', {**body, 'prompt': list(turn.prompt_ids)}
     messages.append(turn.message)
@@ -221,6 +230,9 @@ class _Replay:
       parts = [delta.get(key) or '' for key in _TEXT]
       ids = choice.get('token_ids') or ()
       record.ids += ids
+      told = choice.get('logprobs') or {}
+      record.names += told.get('tokens') or ()
+      record.top += told.get('top_logprobs') or ()
       if any(parts) or ids or choice.get('finish_reason'):
         record.times.append(time.perf_counter() - self._start)
         record.text += ''.join(parts[1:])
