@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from compare import assert_close
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from kernels.indexer_scores_test import make_case, scores_f64
+from score_cases import make_case, scores_f64
 
 from pallas_kernels import indexer_scores
 from pallas_kernels.indexer_scores import tpu

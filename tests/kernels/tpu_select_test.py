@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from compare import assert_bit_equal
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from kernels.indexer_scores_test import make_case
+from score_cases import make_case
 
 from pallas_kernels import streaming_topk
 from pallas_kernels.indexer_scores import tpu as scores_tpu
