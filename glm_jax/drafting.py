@@ -296,6 +296,8 @@ def draft(
     model, out, j, last, params, options, plan, forced
   )
   out = propose(0, out)
+  if options.share_kv:  # the steps write no rows, so the loop carries none
+    out = out._replace(cache=None)
 
   def step(j, out):
     live = (last >= 0) & (j < count)
@@ -304,24 +306,25 @@ def draft(
     token = jax.lax.dynamic_index_in_dim(out.tokens, j - 1, 1, False)
     rows = make_rows(seq, moved, page_table)
     frozen = selection if options.share_kv else None
-    g, cache, _ = _run(
+    g, written, _ = _run(
       model,
       token,
       out.hidden,
-      out.cache,
+      cache if frozen else out.cache,
       rows,
       turned - 1,
       plan,
       frozen,
     )
     calls = out.index_calls + (0 if options.share_index else 1)
-    out = out._replace(hidden=g, cache=cache, index_calls=calls)
+    kept = None if frozen else written
+    out = out._replace(hidden=g, cache=kept, index_calls=calls)
     return propose(j, out)
 
   # The longest count sets the number of steps, so few drafts cost few steps.
   out = jax.lax.fori_loop(1, jnp.max(count), step, out)
   drafts = Drafts(out.tokens, out.q, out.logits, count, out.index_calls)
-  return drafts, out.cache
+  return drafts, cache if options.share_kv else out.cache
 
 
 def newest_rows(a: jax.Array, newest: jax.Array) -> jax.Array:
@@ -341,7 +344,7 @@ class _Steps(NamedTuple):
   q: jax.Array  # [B, K, V]
   logits: jax.Array  # [B, K, V]
   hidden: jax.Array  # [B, D]
-  cache: Cache
+  cache: Cache | None  # None where no step writes
   index_calls: jax.Array
 
 

@@ -15,7 +15,7 @@ The rows that a step itself writes stay on the device until its pass over the
 layers ends, and are taken from there. Results are those of `LocalPlan`, bit
 by bit where both are compiled to the same kernels (on a CPU). The host's part
 is in the compiled step (`compute_on`), so steps are dispatched ahead as ever,
-and the pool is updated in place.
+and the pool is updated in place (on a GPU it is copied: results/misses.md).
 """
 
 from __future__ import annotations
