@@ -288,7 +288,7 @@ def draft(
     q=jnp.zeros((B, K, model.config.vocab_size), jnp.float32),
     logits=jnp.zeros((B, K, model.config.vocab_size), jnp.float32),
     hidden=newest_rows(g, newest),
-    cache=cache,
+    cache=None if options.share_kv else cache,
     index_calls=jnp.int32(1),
   )
   forced = jnp.full((B, K), -1, jnp.int32) if forced is None else forced
@@ -296,8 +296,8 @@ def draft(
     model, out, j, last, params, options, plan, forced
   )
   out = propose(0, out)
-  if options.share_kv:  # the steps write no rows, so the loop carries none
-    out = out._replace(cache=None)
+  frozen = selection if options.share_kv else None
+  held = lambda out: out.cache if frozen is None else cache
 
   def step(j, out):
     live = (last >= 0) & (j < count)
@@ -305,26 +305,25 @@ def draft(
     turned = moved if options.advance_position else jnp.where(live, last, -1)
     token = jax.lax.dynamic_index_in_dim(out.tokens, j - 1, 1, False)
     rows = make_rows(seq, moved, page_table)
-    frozen = selection if options.share_kv else None
     g, written, _ = _run(
       model,
       token,
       out.hidden,
-      cache if frozen else out.cache,
+      held(out),
       rows,
       turned - 1,
       plan,
       frozen,
     )
     calls = out.index_calls + (0 if options.share_index else 1)
-    kept = None if frozen else written
+    kept = written if frozen is None else None
     out = out._replace(hidden=g, cache=kept, index_calls=calls)
     return propose(j, out)
 
   # The longest count sets the number of steps, so few drafts cost few steps.
   out = jax.lax.fori_loop(1, jnp.max(count), step, out)
   drafts = Drafts(out.tokens, out.q, out.logits, count, out.index_calls)
-  return drafts, cache if options.share_kv else out.cache
+  return drafts, held(out)
 
 
 def newest_rows(a: jax.Array, newest: jax.Array) -> jax.Array:

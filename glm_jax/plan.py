@@ -298,17 +298,23 @@ class LocalPlan:
     # Past one layer's pool lies the next layer's, so the check is here.
     slots = within_pool(selection.slots, cache.slots_per_layer, 'slot')
     ids = jnp.where(slots >= 0, slots + offset, -1)
-    attend = lambda q, ids: topk_gather_attention(
+    attend = lambda q, ids: self.attend_rows(
+      q, cache, cache.latents, cache.latent_scales, ids, scale
+    )
+    return self.rows(attend, q, ids)
+
+  def attend_rows(self, q, cache: Cache, rows, row_scales, ids, scale):
+    """Attends to rows [n, W] of the cache's layout by their ids [T, k]."""
+    return topk_gather_attention(
       q,
-      cache.latents,
-      cache.latent_scales,
+      rows,
+      row_scales,
       ids,
       scale=scale,
       latent_width=cache.latent_width,
       implementation=self.implementation,
       block_bytes=self.block_bytes,
     )[0]
-    return self.rows(attend, q, ids)
 
 
 LOCAL = LocalPlan()

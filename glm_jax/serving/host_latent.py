@@ -33,7 +33,6 @@ from glm_jax.config import ModelConfig
 from glm_jax.layer_plan import layer_plan
 from glm_jax.plan import LocalPlan, Selection
 from glm_jax.serving.host_compute import DEVICE, HOST, runs_on_host
-from pallas_kernels import topk_gather_attention
 from pallas_kernels.tiling import PAGE, map_row_blocks, round_up, within_pool
 
 
@@ -48,7 +47,6 @@ from pallas_kernels.tiling import PAGE, map_row_blocks, round_up, within_pool
     'host',
     'host_scales',
     'slots',
-    'staged_at',
     'page_table',
     'pass_id',
   ],
@@ -65,7 +63,6 @@ class HostLatentCache(Cache):
     host: [latent slots * pages * 64, W] every latent row, in host memory.
     host_scales: [same, G] with fp8 records, else None.
     slots: [T] int32 token slots of the pass's rows, -1 for padding.
-    staged_at: [T] int32 the same as places in the pages of `page_table`.
     page_table: [B, n] int32 of the pass.
     pass_id: scalar int32, counts passes.
     first_layer: latent slot of the pass's first layer.
@@ -74,7 +71,6 @@ class HostLatentCache(Cache):
   host: jax.Array | None = None
   host_scales: jax.Array | None = None
   slots: jax.Array | None = None
-  staged_at: jax.Array | None = None
   page_table: jax.Array | None = None
   pass_id: jax.Array | None = None
   first_layer: int = 0
@@ -120,7 +116,7 @@ class HostLatentPlan(LocalPlan):
   Attributes:
     num_layers: trunk layers; the drafter's is the next.
     firsts: latent slot of the full layer with each index slot.
-    group: layers that one selection serves at most.
+    served: layers that each one's selection serves.
     ahead_bytes: device memory that rows sent ahead may take, or a layer's
       pages; a step that needs more (a prompt chunk) fetches layer by layer,
       pages where they are fewer rows and fit, else rows block by block.
@@ -128,8 +124,13 @@ class HostLatentPlan(LocalPlan):
 
   num_layers: int = 0
   firsts: tuple[int, ...] = ()
-  group: int = 1
+  served: tuple[int, ...] = ()
   ahead_bytes: int = 1 << 30
+
+  @property
+  def group(self) -> int:
+    """Layers that one selection serves at most."""
+    return max(self.served)
 
   def place_cache(self, cache: Cache) -> Cache:
     """Allocates the latents in host memory and the rest on the device."""
@@ -166,7 +167,6 @@ class HostLatentPlan(LocalPlan):
       host=on_host(cache.latents),
       host_scales=on_host(cache.latent_scales),
       slots=jnp.zeros(0, jnp.int32),
-      staged_at=jnp.zeros(0, jnp.int32),
       page_table=jnp.zeros((0, 0), jnp.int32),
       pass_id=jnp.int32(0),
     )
@@ -183,7 +183,6 @@ class HostLatentPlan(LocalPlan):
       host=to_host(cache.host),
       host_scales=to_host(cache.host_scales),
       slots=jnp.full(spare, -1, jnp.int32),  # until something is written
-      staged_at=jnp.full(spare, -1, jnp.int32),
       page_table=rows.page_table,
       pass_id=cache.pass_id + 1,
       first_layer=layer,
@@ -206,14 +205,11 @@ class HostLatentPlan(LocalPlan):
     at = jnp.arange(len(values), dtype=jnp.int32)
     view = cache_lib.write_rows(view, layer - cache.first_layer, at, values)
     missing = spare - len(rows.slots)
-    pad = lambda a: jnp.pad(a, (0, missing), constant_values=-1)
-    at = rows.seq * (cache.page_table.shape[1] * PAGE) + rows.pos
     return dataclasses.replace(
       cache,
       latents=view.latents,
       latent_scales=view.latent_scales,
-      slots=pad(rows.slots),
-      staged_at=pad(jnp.where(rows.slots >= 0, at, -1)),
+      slots=jnp.pad(rows.slots, (0, missing), constant_values=-1),
     )
 
   def end(self, cache):
@@ -234,7 +230,6 @@ class HostLatentPlan(LocalPlan):
       latents=_room(cache.latents, 0),
       latent_scales=_room(cache.latent_scales, 0),
       slots=cache.slots[:0],
-      staged_at=cache.staged_at[:0],
       page_table=cache.page_table[:0, :0],
       first_layer=0,
     )
@@ -244,7 +239,9 @@ class HostLatentPlan(LocalPlan):
     plain = super().select(q, w, cache, rows, index_slot, k, first=first)
     return self._sent_for(cache, plain, rows, index_slot)
 
-  def _sent_for(self, cache, plain: Selection, rows, index_slot):
+  def _sent_for(
+    self, cache, plain: Selection, rows: Rows, index_slot
+  ) -> HostSelection:
     T, k = plain.slots.shape
     slots = within_pool(plain.slots, cache.slots_per_layer, 'slot')
     own = _own_rows(cache.slots, slots)
@@ -259,9 +256,10 @@ class HostLatentPlan(LocalPlan):
       first=full(layer),
       ahead=None,
     )
-    # Else always ahead: draft steps must not read the pool that each of them
-    # ends by writing, or XLA copies it.
-    group = self._served(index_slot)
+    # Small steps always send ahead: where draft steps read the pool, XLA has
+    # been seen to copy it.
+    known = isinstance(index_slot, int)  # and not in a scan over groups
+    group = self.served[index_slot] if known else self.group
     if T * group * k * self._row_bytes(cache) > self.ahead_bytes:
       return selection
     layers = cache.host.shape[0] // cache.slots_per_layer
@@ -275,14 +273,6 @@ class HostLatentPlan(LocalPlan):
     put = lambda a, value: None if a is None else a.at[:, 0].set(value)
     ahead = put(rows, mine[0]), put(scales, mine[1])
     return dataclasses.replace(selection, ahead=ahead)
-
-  def _served(self, index_slot) -> int:
-    """Layers that a selection serves, at most in a scan over groups."""
-    if not isinstance(index_slot, int):
-      return self.group
-    last = max(self.num_layers, self.firsts[-1] + 1)
-    ends = (*self.firsts[1:], last)
-    return ends[index_slot] - self.firsts[index_slot]
 
   def _row_bytes(self, cache) -> int:
     size = cache.host.shape[1] * cache.host.dtype.itemsize
@@ -310,9 +300,10 @@ class HostLatentPlan(LocalPlan):
         'positions given from outside (replay) do not run with latents in '
         'host memory: use the plan of one device'
       )
-    if selection.ahead is None and self._pages_are_fewer(cache, selection):
-      return self._attend_pages(q, cache, selection, layer, scale)
     of_pass = (selection.pass_id == cache.pass_id)[:, None]
+    own = jnp.where(of_pass, selection.own, -1)
+    if selection.ahead is None and self._pages_are_fewer(cache, selection):
+      return self._attend_pages(q, cache, selection, own, layer, scale)
     k = selection.slots.shape[1]
 
     def block(q, slots, own, fetched):
@@ -323,9 +314,8 @@ class HostLatentPlan(LocalPlan):
       flat = lambda a: None if a is None else a.reshape(-1, a.shape[-1])
       at = jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
       at = jnp.where(slots >= 0, at, -1)
-      return self._gathered(cache, q, flat(rows), flat(scales), at, scale)
+      return self.attend_rows(q, cache, flat(rows), flat(scales), at, scale)
 
-    own = jnp.where(of_pass, selection.own, -1)
     if selection.ahead is not None:
       g = jnp.asarray(layer, jnp.int32) - selection.first[0]
       # The full layer's own rows were put in place when they were sent for.
@@ -340,46 +330,32 @@ class HostLatentPlan(LocalPlan):
     )
     return map_row_blocks(whole, size, q, selection.slots, own, min_blocks=2)
 
-  def _gathered(self, cache, q, rows, scales, at, scale):
-    return topk_gather_attention(
-      q,
-      rows,
-      scales,
-      at,
-      scale=scale,
-      latent_width=cache.latent_width,
-      implementation=self.implementation,
-      block_bytes=self.block_bytes,
-    )[0]
-
   def _pages_are_fewer(self, cache, selection) -> bool:
     """Whether the pass's pages are fewer rows than were selected, and fit."""
     rows = cache.page_table.size * PAGE
     fit = rows * self._row_bytes(cache) <= self.ahead_bytes
     return 0 < rows <= selection.slots.size and fit
 
-  def _attend_pages(self, q, cache, selection, layer, scale):
-    """Attends to rows of the pass's pages, all of which are sent for."""
+  def _attend_pages(self, q, cache, selection, own, layer, scale):
+    """Attends to rows of the pass's pages, all sent for, and to its own."""
     first = jnp.asarray(layer, jnp.int32) * cache.num_pages
     pages = jnp.maximum(cache.page_table, 0).reshape(-1) + first
     size, spare = pages.size * PAGE, len(cache.slots)
     mine = (layer - cache.first_layer) * spare
-    places = jnp.where(cache.staged_at >= 0, cache.staged_at, size)
 
-    def staged(pool, own):
+    def joined(pool, new):
       if pool is None:
         return None
       rows = jax.device_put(_gather_pages(pool, _send(pages)), DEVICE)
-      own = jax.lax.dynamic_slice_in_dim(own, mine, spare)
-      return rows.reshape(size, -1).at[places].set(own, mode='drop')
+      new = jax.lax.dynamic_slice_in_dim(new, mine, spare)
+      return jnp.concatenate([rows.reshape(size, -1), new])
 
-    rows = staged(cache.host, cache.latents)
-    scales = staged(cache.host_scales, cache.latent_scales)
+    rows = joined(cache.host, cache.latents)
+    scales = joined(cache.host_scales, cache.latent_scales)
     start = selection.seq * (cache.page_table.shape[1] * PAGE)
-    at = jnp.where(
-      selection.slots >= 0, selection.positions + start[:, None], -1
-    )
-    attend = lambda q, at: self._gathered(cache, q, rows, scales, at, scale)
+    at = jnp.where(own >= 0, size + own, selection.positions + start[:, None])
+    at = jnp.where(selection.slots >= 0, at, -1)
+    attend = lambda q, at: self.attend_rows(q, cache, rows, scales, at, scale)
     return self.rows(attend, q, at)
 
 
@@ -388,11 +364,14 @@ def host_latent_plan(config: ModelConfig, **options) -> HostLatentPlan:
   plan = layer_plan(config)
   firsts = list(plan.full_layers)
   ends = [*firsts[1:], plan.num_layers]
-  group = max(b - a for a, b in zip(firsts, ends))
   if plan.has_mtp:
     firsts.append(plan.num_layers)
+    ends.append(plan.num_layers + 1)
   return HostLatentPlan(
-    num_layers=plan.num_layers, firsts=tuple(firsts), group=group, **options
+    num_layers=plan.num_layers,
+    firsts=tuple(firsts),
+    served=tuple(b - a for a, b in zip(firsts, ends)),
+    **options,
   )
 
 

@@ -147,7 +147,6 @@ def _abstract(plan, config):
     **fields,
     host=cache.latents,
     slots=jnp.zeros(0, jnp.int32),
-    staged_at=jnp.zeros(0, jnp.int32),
     page_table=jnp.zeros((0, 0), jnp.int32),
     pass_id=jnp.int32(0),
   )
